@@ -1,4 +1,4 @@
-"""Benchmarks of the engine that the command line runs: cases and their measurement."""
+"""A synthetic job of prompts that share text, and its measurement: `onestem bench`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,78 @@ import math
 import re
 import resource
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from onestem.errors import ConfigError
-from onestem.lengths import Lengths, draw_length, named, parse_lengths
 from onestem.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
+    from onestem.options import EngineOptions
     from onestem.planner import JobPlan
 
-__all__ = ["BatchCase", "run_batch"]
-
+__all__ = [
+    "FEWEST",
+    "MOST_TOKENS",
+    "BatchCase",
+    "Distribution",
+    "Lengths",
+    "Part",
+    "compare",
+    "draw_length",
+    "named",
+    "run_batch",
+    "token_count",
+]
 
 MOST_REQUESTS = 10**7
+MOST_TOKENS = 10**7
+
+Part = Literal["prefix", "question", "answer"]
+"""What is counted: a shared prefix, a request's own prompt tokens, or its sampled ones."""
+
+FEWEST: Mapping[Part, int] = {"prefix": 0, "question": 1, "answer": 1}
+
+
+class Distribution(Protocol):
+    """Token counts that a seed draws, `least` or more; as text, how an option gives it."""
+
+    @property
+    def least(self) -> int: ...
+
+    def draw(self, rng: np.random.Generator) -> int: ...
+
+
+Lengths = int | Distribution
+
+
+def draw_length(lengths: Lengths, rng: np.random.Generator) -> int:
+    """One count. A number gives itself and draws nothing from the generator."""
+    return lengths if isinstance(lengths, int) else lengths.draw(rng)
+
+
+def named(lengths: Lengths) -> int | str:
+    """As an option gives it, for results."""
+    return lengths if isinstance(lengths, int) else str(lengths)
+
+
+def token_count(option: str, text: str, part: Part) -> int:
+    """The number that an option gives.
+
+    Raises:
+        ConfigError: it is no number from `FEWEST` to `MOST_TOKENS`; one line that names the option.
+    """
+    count = int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else -1
+    if not FEWEST[part] <= count <= MOST_TOKENS:
+        raise ConfigError(
+            f"{option} is {text!r}: expected a number from {FEWEST[part]} to {MOST_TOKENS:,}"
+        )
+    return count
 
 
 @dataclass(frozen=True)
@@ -58,10 +112,15 @@ class BatchCase:
         output: str,
         input_order: str,
         seed: int,
+        lengths: Callable[[str, str, Part], Lengths] = token_count,
     ) -> BatchCase:
-        """A case from the command line's options; lengths as in `onestem.lengths`."""
+        """A case from the command line's options.
+
+        Args:
+            lengths: reads an option's text; the first argument names the option, for errors.
+        """
         degrees = _degrees(degree)
-        prefixes = tuple(parse_lengths("prefix", part, "prefix") for part in prefix.split(","))
+        prefixes = tuple(lengths("prefix", part, "prefix") for part in prefix.split(","))
         if len(degrees) != len(prefixes):
             raise ConfigError(
                 f"degree has {len(degrees)} levels, prefix {len(prefixes)}: give as many of each"
@@ -78,8 +137,8 @@ class BatchCase:
             raise ConfigError(
                 f"groups and degree make {count} requests, limit is {MOST_REQUESTS}: lower them"
             )
-        own = parse_lengths("distinct", distinct, "question")
-        sampled = parse_lengths("output", output, "answer")
+        own = lengths("distinct", distinct, "question")
+        sampled = lengths("output", output, "answer")
         return BatchCase(groups, degrees, prefixes, own, sampled, input_order, seed)
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +236,7 @@ def _degrees(text: str) -> tuple[int, ...]:
 
 
 def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, Any]:
-    """Run a case and give its figures (see `onestem bench batch --help`)."""
+    """Run a case, and give its figures."""
     if case.shortest > llm.engine.max_model_len:  # before they are drawn
         raise ConfigError(
             f"a prompt with its answer has {case.shortest} tokens at least, max_model_len is "
@@ -214,6 +273,20 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "tokens_sha256": _hash(outputs),
     }
+
+
+def compare(
+    options: EngineOptions, case: BatchCase, *, warm_up: bool = True
+) -> dict[str, dict[str, Any]]:
+    """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
+    model of its own, after the one before has given its memory back."""
+    from onestem.llm import LLM
+
+    found: dict[str, dict[str, Any]] = {}
+    for share in dict.fromkeys((options.share, "off")):
+        with LLM.from_options(options.replace(share=share)) as llm:
+            found[share] = run_batch(llm, case, warm_up=warm_up)
+    return found
 
 
 def _answer(

@@ -17,6 +17,7 @@ from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
 from onestem.models.linear import Layout
+from onestem.models.names import Role
 from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
@@ -144,7 +145,7 @@ def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) 
         Layout.PACKED_AND_PLAIN: ["matrices also plain, for many rows"],
         Layout.PACKED_FLOAT32: ["matrices also packed, in float32"],
     }.get(layout, [])
-    rounded = config.tensor_names.head in formats
+    rounded = config.tensor_names[Role.HEAD] in formats
     if config.tie_embeddings and (rounded or layout is not Layout.PLAIN):
         told = [*told, "the embedding also as the head"]
     return told

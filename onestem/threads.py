@@ -4,7 +4,7 @@ A layer has some ten parallel regions, each with a barrier at its end. The OpenM
 which PyTorch's CPU builds bring along, spins there for a millisecond before a thread sleeps. Where
 cores are shared with another program, a thread that spins burns the time in which the other one
 could run. With one busy process per core a request then takes nine times as long instead of two. A
-short spin loses nothing where cores are free (`benchmarks/busy.py`).
+short spin loses nothing where cores are free (`lab/onestem_lab/busy.py`).
 """
 
 from __future__ import annotations

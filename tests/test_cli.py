@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from onestem.build import pick_device, pick_dtype
 from onestem.cli import main
+from onestem.cli.app import app
+from onestem.cli.bench import LAB
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, JobError
 from onestem.jobs import run_file
@@ -452,6 +456,39 @@ def test_plain_lines_with_keep_going(model, tmp_path):
     done = onestem("plan", source, *args, "--no-predict", code=1)
     assert done.stderr == f"onestem: {source}, {NO_CUSTOM_ID}\n"
     assert "300 lines that cannot be answered" in done.stdout
+
+
+def test_bench_compares_sharing_with_none(model):
+    args = (
+        "bench", model, "--groups", 2, "--prefix", "30,11", "--degree", "3,2", "--distinct", 5,
+        "--output", 4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB",
+    )  # fmt: skip
+    found = json.loads(onestem(*args, "--json").stdout)
+    assert found["model"] == str(model)
+    full, off = found["full"], found["off"]
+    assert full["tokens_sha256"] == off["tokens_sha256"]
+    assert full["processed_prompt_tokens"] == 2 * (30 + 3 * 11 + 6 * 5)
+    assert off["processed_prompt_tokens"] == 12 * 46
+    table = onestem(*args, "--share", "storage").stdout
+    assert re.search(r"^storage gives [\d.]+ times the requests per second of off$", table, re.M)
+    alone = onestem(*args, "--share", "off").stdout
+    assert "times" not in alone
+    assert re.search(r"^off +processed_prompt_tokens +552$", alone, re.M)
+
+
+def test_verbs_of_the_laboratory_say_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("onestem.cli.bench._added", dict)
+    for verb in LAB:
+        result = CliRunner().invoke(app, ["bench", verb, "--device", "cpu"])
+        assert str(result.exception) == (
+            f"onestem bench {verb} is of onestem-lab, which is not installed: "
+            "pip install ./lab in a clone"
+        )
+    listed = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert "attention" not in listed
+    moved = CliRunner().invoke(app, ["tune"])
+    assert "`onestem bench tune`" in str(moved.exception)
+    assert "pip install ./lab" in str(moved.exception)
 
 
 def test_bench_batch_gives_equal_tokens_in_every_mode(model):

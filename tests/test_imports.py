@@ -23,7 +23,7 @@ LAYERS = [
         "threads",
     ),
     ("beside_vllm",),
-    ("checked", "children", "files", "lengths", "native", "rawtext", "shapes", "utf8"),
+    ("checked", "children", "files", "native", "rawtext", "shapes", "utf8"),
     ("options",),
     ("pml", "scores"),
     ("request",),
@@ -37,8 +37,7 @@ LAYERS = [
     ("llm",),
     ("advice", "forecasts", "needs"),
     ("replicas", "report"),
-    ("bench", "bench_pml", "bench_serve", "evals", "jobs"),
-    ("paper",),
+    ("bench", "evals", "jobs"),
     ("server",),
     ("async_llm", "rollouts"),
     ("cli",),
@@ -60,7 +59,6 @@ NO_TORCH = [
     "cost",
     "openai",
     "options",
-    "lengths",
     "native",
     "rawtext",
     "shapes",
@@ -71,7 +69,6 @@ NO_TORCH = [
     "engine.schedule.queue",
     "engine.schedule.scheduler",
     "engine.sequence",
-    "bench_serve.run",
     "cli.app",
 ]
 
@@ -102,6 +99,11 @@ def test_imports_point_down(path):
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for name in imported(path):
         assert name == own or HEIGHT[name] < HEIGHT[own], f"{own} imports {name}"
+
+
+def test_the_package_does_not_know_the_laboratory():
+    for path in PACKAGE.rglob("*.py"):
+        assert not [name for name in _plain_imports(path) if name.startswith("onestem_lab")], path
 
 
 def test_cache_planner_and_models_do_not_know_each_other():

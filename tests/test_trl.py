@@ -142,7 +142,7 @@ def test_a_trainer_that_is_not_changed(trl, model, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_the_reward_rises(trl):
     """The benchmark's short form: the embedded model learns to write digits."""
-    from benchmarks.grpo import train
+    from onestem_lab.grpo import train
 
     found = train(steps=6, batch=32, length=8, rate=2e-3)
     assert len(found["rewards"]) == 6

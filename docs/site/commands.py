@@ -106,23 +106,31 @@ def _intro(kind: type[Options]) -> str:
 
 
 def _links(group: Any, path: str) -> Iterator[str]:
-    for name, command in group.commands.items():
-        inside = "".join(f" {one}" for one in getattr(command, "commands", ()))
+    for name, command in _commands(group).items():
+        inside = "".join(f" {one}" for one in _commands(command))
         yield f"[{path} {name}](#{path.replace(' ', '-')}-{name})" + (inside and f" ({inside[1:]})")
+
+
+def _commands(group: Any) -> dict[str, Any]:
+    """Those of a group, with what the laboratory adds; of a command none."""
+    if not hasattr(group, "list_commands"):
+        return {}
+    context = typer.Context(group)
+    return {name: group.get_command(context, name) for name in group.list_commands(context)}
 
 
 def _verbs(
     group: Any, path: str, level: int, shared: Records, said: dict[str, str]
 ) -> Iterator[str]:
     """Sections. `said` has what stands on the page already: a line, and the verb that has it."""
-    for name, command in group.commands.items():
+    for name, command in _commands(group).items():
         here = f"{path} {name}"
         context = command.make_context(here, [], resilient_parsing=True)
         usage = " ".join([here, *command.collect_usage_pieces(context)])
         yield f"{'#' * level} `{here}`\n\n"
         paragraphs = (command.help or "").strip().split("\n\n")
         yield "".join(f"{_plain(one)}\n\n" for one in paragraphs)
-        if hasattr(command, "commands"):
+        if _commands(command):
             yield from _verbs(command, here, level + 1, shared, said)
             continue
         yield f"    {usage}\n\n"

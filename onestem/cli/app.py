@@ -21,7 +21,6 @@ from onestem.cli import (
     plan,
     pml,
     serve,
-    tune,
 )
 from onestem.cli.hints import HintingCommand, HintingGroup
 from onestem.errors import OnestemError
@@ -46,7 +45,6 @@ app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("eval")(evaluate.evaluate)
 app.command("env")(env.env)
-app.command("tune")(tune.tune)
 app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")
 for group in (app, pml.app, bench.app):

@@ -1,28 +1,69 @@
-"""`onestem bench`: measurements for users, one JSON line each."""
+"""`onestem bench`: a job with sharing and without, on this machine; and onestem-lab's verbs."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_group
 
-from onestem.cli import bench_attention, bench_paper, bench_pml, bench_serve, options
-from onestem.files import check_apart
-from onestem.lengths import FORMS, length_files
+from onestem.cli import options
+from onestem.cli.hints import HintingGroup
+from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 from onestem.shapes import shape_names
 
-__all__ = ["app"]
+__all__ = ["LAB", "app"]
 
-LENGTHS = f"LENGTHS: {FORMS} (lab/notes/benchmarks.md). The seed draws them."
+LAB = ("attention", "batch", "paper", "pml", "serve", "tune")
+"""Verbs that the distribution onestem-lab adds (`lab/`)."""
+
+PLAIN = "job"
+
+
+@cache
+def _added() -> dict[str, Any]:
+    """Verbs of installed packages: an entry point of `onestem.bench` is a Typer app of commands."""
+    found: dict[str, Any] = {}
+    for entry in entry_points(group="onestem.bench"):
+        found |= get_group(entry.load()).commands
+    return found
+
+
+class BenchGroup(HintingGroup):
+    """`onestem bench MODEL` is `onestem bench job MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help", *LAB, *self.list_commands(ctx)):
+            args = [PLAIN, *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_added()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or _added().get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in LAB and self.get_command(ctx, args[0]) is None:
+            raise ConfigError(
+                f"onestem bench {args[0]} is of onestem-lab, which is not installed: "
+                "pip install ./lab in a clone"
+            )
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=BenchGroup,
     no_args_is_help=True,
     add_completion=False,
-    help="Measure; one JSON line per run. Shapes, for --model shape:NAME: "
-    f"{', '.join(shape_names())}.",
+    help="Measure on this machine. `onestem bench MODEL` is `onestem bench job MODEL`. The other "
+    "verbs are of onestem-lab (`pip install ./lab` in a clone). Shapes, for shape:NAME in place "
+    f"of a model: {', '.join(shape_names())}.",
 )
 
 
@@ -31,30 +72,23 @@ def _group() -> None:
     pass
 
 
-app.command("attention")(bench_attention.attention)
-app.command("serve", epilog=LENGTHS)(bench_serve.serve)
-app.command("pml")(bench_pml.pml)
-app.command("paper")(bench_paper.paper)
-
-
-@app.command("batch", epilog=LENGTHS)
+@app.command(PLAIN)
 @options.with_options
-def batch(
+def job(
+    context: typer.Context,
     engine: EngineOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
     groups: Annotated[int, typer.Option(help="Prefixes.")] = 4,
     degree: Annotated[
         str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")
     ] = "16",
     prefix: Annotated[
-        str,
-        typer.Option(metavar="LENGTHS", help="Tokens of each prefix; '400,101' makes two levels."),
+        str, typer.Option(help="Tokens of each prefix; '400,101' makes two levels.")
     ] = "1000",
-    distinct: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Tokens of each request's own part.")
-    ] = "50",
-    output: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Tokens to sample for each request.")
-    ] = "50",
+    distinct: Annotated[str, typer.Option(help="Tokens of each request's own part.")] = "50",
+    output: Annotated[str, typer.Option(help="Tokens to sample for each request.")] = "50",
     input_order: Annotated[
         str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")
     ] = "shuffled",
@@ -67,8 +101,12 @@ def batch(
         bool, typer.Option("--json", help="One JSON line instead of a table.")
     ] = False,
 ) -> None:
-    """Time a job of prompts that share text, greedy, with random token ids."""
-    from onestem.bench import BatchCase, run_batch
+    """Time a job of prompts that share text, with sharing and without.
+
+    Prompts are random token ids, answers greedy. --share names the mode that `off` is compared
+    with; with --share off that runs alone.
+    """
+    from onestem.bench import BatchCase, compare
 
     case = BatchCase.parse(
         groups=groups,
@@ -79,14 +117,17 @@ def batch(
         input_order=input_order,
         seed=seed,
     )
-    prefixes = [("prefix", part) for part in prefix.split(",")]
-    read = length_files([*prefixes, ("distinct", distinct), ("output", output)])
-    check_apart("trace", engine.trace, read)
-    llm = options.load_llm(engine)
-    result = run_batch(llm, case, warm_up=warm_up)
+    engine = options.named_model(context, engine, name)
+    found = compare(engine, case, warm_up=warm_up)
     if as_json:
-        typer.echo(json.dumps({"model": str(engine.model), **result}))
+        typer.echo(json.dumps({"model": str(engine.model), **found}))
         return
-    print(f"{engine.model}, {llm.dtype}, {llm.device}", file=sys.stderr)
-    for name, value in result.items():
-        typer.echo(f"{name:26} {value}")
+    for share, result in found.items():
+        print(f"{engine.model}, {share}, {result['dtype']}, {result['device']}", file=sys.stderr)
+        for key in ("requests", "seconds", "requests_per_s", "output_tokens_per_s",
+                    "logical_prompt_tokens", "processed_prompt_tokens"):  # fmt: skip
+            typer.echo(f"{share:12} {key:26} {result[key]}")
+    if len(found) > 1:
+        first, off = found.values()
+        times = first["requests_per_s"] / off["requests_per_s"]
+        typer.echo(f"{engine.share} gives {times:.2f} times the requests per second of off")

@@ -34,8 +34,9 @@ VERBS = {
     "run-batch": "`onestem batch IN.jsonl -o OUT.jsonl --model DIR`",
     "collect-env": "`onestem env`",
     "launch": "`onestem serve DIR`",
+    "tune": "`onestem bench tune`, of onestem-lab: pip install ./lab in a clone",
 }
-"""What vLLM's and Ollama's users type -> what does that here."""
+"""What vLLM's and Ollama's users type, and what moved -> what does that here."""
 
 OPTIONS = SERVE | ENGINE
 SHORT = {

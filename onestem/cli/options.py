@@ -20,7 +20,7 @@ from onestem.options import Defaults, EngineOptions, Options, extra_of
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Only", "load_llm", "refuse_given", "with_options"]
+__all__ = ["Only", "load_llm", "named_model", "refuse_given", "with_options"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -134,6 +134,21 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
         if source is not None and source.name == "COMMANDLINE":
             flag = next(one for one in context.command.params if one.name == name).opts[0]
             raise ConfigError(f"{flag} {why}: leave it out")
+
+
+def named_model(context: typer.Context, engine: EngineOptions, name: str | None) -> EngineOptions:
+    """The options with the model that a verb's argument MODEL names, if it was given. It goes
+    before a variable or a file.
+
+    Raises:
+        ConfigError: --model names another.
+    """
+    if name is None:
+        return engine
+    told = context.params["model"]
+    if told not in (None, name):
+        raise ConfigError(f"the model is {name!r}, and --model is {told!r}: give one of them")
+    return engine.replace(model=name)
 
 
 def load_llm(options: EngineOptions) -> LLM:

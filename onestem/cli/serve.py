@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from onestem.cli import options
-from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 from onestem.server.settings import Settings
 
@@ -29,11 +28,7 @@ def serve(
     The openai client works with base_url=http://HOST:PORT/v1. Logs are lines on stderr.
     SIGTERM or Ctrl-C ends it: running answers end, batches stop and go on with the next start.
     """
-    if name is not None:
-        told = context.params["model"]  # MODEL goes before a variable or a file
-        if told not in (None, name):
-            raise ConfigError(f"the model is {name!r}, and --model is {told!r}: give one of them")
-        engine = engine.replace(model=name)
+    engine = options.named_model(context, engine, name)
     _set_up_logs(server, str(engine.model))
     from onestem.server.run import serve as run
 

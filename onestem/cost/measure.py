@@ -23,6 +23,7 @@ from torch import Tensor
 import onestem
 from onestem.cost.rates import Curve, Rates
 from onestem.cost.step import ModelShape, StepCost
+from onestem.cost.timing import events_ms, graph_ms
 from onestem.engine.engine import Engine
 from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.launch import make_runner
@@ -38,7 +39,6 @@ from onestem.ops import (
     resolve,
     resolve_sampling,
 )
-from onestem.ops.bench.timing import events_ms, graph_ms
 from onestem.ops.sampling import IDLE, RowTable
 from onestem.options import EngineOptions, Quantize
 from onestem.request import Request, SamplingParams

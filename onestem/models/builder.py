@@ -28,12 +28,13 @@ from onestem.models.mlp import (
     route,
     route_on_gpu,
 )
+from onestem.models.names import Role
 from onestem.models.part import part_of
 from onestem.models.places import Place, ProductPlace, TensorPlace
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import rotary_order
 from onestem.models.sizes import quantised_as, rounds_head
-from onestem.models.tensors import ByRole, Kind, Role, Tensors, TensorSpec
+from onestem.models.tensors import ByRole, Kind, Tensors, TensorSpec
 from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Heads, LayerOps, resolve_layers
 from onestem.ops.experts import MAX_POWER, GroupedWeight
@@ -106,6 +107,8 @@ class Builder:
         )
 
     def output_head(self, embedding: Tensor) -> Head:
+        """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded
+        where `rounds_head` says so."""
         model, layout = self.tensors.model, self.target.layout
         weight = self.source(model[Role.HEAD]) if Role.HEAD in model else embedding
         bias = self.optional(model, Role.HEAD_BIAS)
@@ -116,21 +119,22 @@ class Builder:
         return head
 
     def layer(self, index: int) -> Layer:
-        config, held, heads = self.config, self.tensors.layers[index], self.config.heads[index]
+        """The layer `index`: rows of q, k and v, and norms over heads, in the decoder's order."""
+        config, specs, heads = self.config, self.tensors.layers[index], self.config.heads[index]
         turned = rotary_order(heads.head_dim, config.rotaries[index])
         norms = [
-            self.norm_weight(held[role], turned)
+            self.norm_weight(specs[role], turned)
             for role in (Role.Q_NORM, Role.K_NORM)
-            if role in held
+            if role in specs
         ]
         q_norm, k_norm = (None, None) if config.qk_norm_of_all else (*norms, None, None)[:2]
         qkv = (Role.QKV, Role.Q, Role.K, Role.V)
         up = (Role.GATE, Role.UP)
-        has_mlp, has_experts = Role.DOWN in held, Role.ROUTER in held
-        sinks = self.optional(held, Role.SINKS)
+        has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
+        sinks = self.optional(specs, Role.SINKS)
         return Layer(
-            input_norm=self.optional_norm(held, Role.INPUT_NORM),
-            qkv=self.linear(held, *qkv, order=qkv_order(config, index)),
+            input_norm=self.optional_norm(specs, Role.INPUT_NORM),
+            qkv=self.linear(specs, *qkv, order=qkv_order(config, index)),
             heads=Heads(
                 num_q_heads=config.num_q_heads,
                 num_kv_heads=heads.num_kv_heads if heads.kv_layer is None else 0,
@@ -142,18 +146,19 @@ class Builder:
                 v_norm=config.v_norm,
                 value_is_key=heads.value_is_key,
             ),
-            output=self.linear(held, Role.OUTPUT),
-            post_norm=self.optional_norm(held, Role.POST_NORM),
-            mlp=self.mlp(held, up, Role.DOWN) if has_mlp else self.experts(index),
-            output_norm=self.optional_norm(held, Role.OUTPUT_NORM),
-            down_norm=self.optional_norm(held, Role.DOWN_NORM),
+            output=self.linear(specs, Role.OUTPUT),
+            post_norm=self.optional_norm(specs, Role.POST_NORM),
+            mlp=self.mlp(specs, up, Role.DOWN) if has_mlp else self.experts(index),
+            output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
+            down_norm=self.optional_norm(specs, Role.DOWN_NORM),
             qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
             beside=self.beside(index) if has_experts and has_mlp else None,
-            vectors=self.layer_vectors(held),
-            scalar=self.optional(held, Role.SCALAR),
+            vectors=self.layer_vectors(specs),
+            scalar=self.optional(specs, Role.SCALAR),
         )
 
     def token_vectors(self) -> TokenVectors | None:
+        """Vectors of tokens; None: the model has none."""
         model = self.tensors.model
         if Role.TOKEN_VECTORS not in model:
             return None
@@ -167,41 +172,45 @@ class Builder:
             ranks=self.ranks,
         )
 
-    def layer_vectors(self, held: ByRole) -> LayerVectors | None:
-        if Role.VECTORS_GATE not in held:
+    def layer_vectors(self, specs: ByRole) -> LayerVectors | None:
+        """A layer's use of vectors of tokens; None: it has none."""
+        if Role.VECTORS_GATE not in specs:
             return None
         return LayerVectors(
-            gate=self.linear(held, Role.VECTORS_GATE),
-            output=self.linear(held, Role.VECTORS_OUTPUT),
-            norm=self.norm_weight(held[Role.VECTORS_OUTPUT_NORM]),
+            gate=self.linear(specs, Role.VECTORS_GATE),
+            output=self.linear(specs, Role.VECTORS_OUTPUT),
+            norm=self.norm_weight(specs[Role.VECTORS_OUTPUT_NORM]),
         )
 
-    def mlp(self, held: ByRole, up: Sequence[Role], down: Role) -> Mlp:
-        return Mlp(self.linear(held, *up), self.linear(held, down))
+    def mlp(self, specs: ByRole, up: Sequence[Role], down: Role) -> Mlp:
+        """An MLP. `up`: roles of gate and up, those that are there."""
+        return Mlp(self.linear(specs, *up), self.linear(specs, down))
 
     def beside(self, index: int) -> ExpertsBeside:
-        held, root = self.tensors.layers[index], self.config.hidden_size**-0.5
+        """Experts beside the MLP of the layer `index`."""
+        specs, root = self.tensors.layers[index], self.config.hidden_size**-0.5
         return ExpertsBeside(
             experts=self.experts(index),
-            router_norm=self.tensor(held[Role.ROUTER_SCALE], lambda x: x * root),
-            input_norm=self.norm_weight(held[Role.EXPERTS_INPUT_NORM]),
-            output_norm=self.norm_weight(held[Role.EXPERTS_OUTPUT_NORM]),
-            mlp_norm=self.norm_weight(held[Role.MLP_NORM]),
+            router_norm=self.tensor(specs[Role.ROUTER_SCALE], lambda x: x * root),
+            input_norm=self.norm_weight(specs[Role.EXPERTS_INPUT_NORM]),
+            output_norm=self.norm_weight(specs[Role.EXPERTS_OUTPUT_NORM]),
+            mlp_norm=self.norm_weight(specs[Role.MLP_NORM]),
         )
 
     def experts(self, index: int) -> ExpertLayer:
-        held, experts = self.tensors.layers[index], self.config.experts
+        """Experts of the layer `index`, with their router and what every row takes beside them."""
+        specs, experts = self.tensors.layers[index], self.config.experts
         assert experts is not None
         shared = shared_gate = None
-        if Role.SHARED_DOWN in held:
-            shared = self.mlp(held, (Role.SHARED_GATE, Role.SHARED_UP), Role.SHARED_DOWN)
-        if Role.SHARED_FACTOR in held:
-            shared_gate = self.head(held[Role.SHARED_FACTOR], Layout.PLAIN)
-        correction = self.optional(held, Role.CORRECTION)
-        scales = self.optional(held, Role.EXPERT_SCALES)
+        if Role.SHARED_DOWN in specs:
+            shared = self.mlp(specs, (Role.SHARED_GATE, Role.SHARED_UP), Role.SHARED_DOWN)
+        if Role.SHARED_FACTOR in specs:
+            shared_gate = self.head(specs[Role.SHARED_FACTOR], Layout.PLAIN)
+        correction = self.optional(specs, Role.CORRECTION)
+        scales = self.optional(specs, Role.EXPERT_SCALES)
         return ExpertLayer(
             experts=experts,
-            router=self.head(held[Role.ROUTER], self.target.layout),
+            router=self.head(specs[Role.ROUTER], self.target.layout),
             correction=correction,
             products=self.products(index, *self.expert_weights(index)),
             shared=shared,
@@ -212,8 +221,8 @@ class Builder:
 
     def expert_weights(self, index: int) -> ExpertWeights:
         """Weights of a layer's experts, as they are held."""
-        held = self.tensors.layers[index]
-        return self.grouped(held[Role.EXPERTS_UP]), self.grouped(held[Role.EXPERTS_DOWN])
+        specs = self.tensors.layers[index]
+        return self.grouped(specs[Role.EXPERTS_UP]), self.grouped(specs[Role.EXPERTS_DOWN])
 
     def grouped(self, spec: TensorSpec) -> GroupedWeight:
         """A weight of all experts; of gate and up, gate first."""
@@ -258,6 +267,8 @@ class Builder:
         return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
 
     def expert(self, weight: GroupedWeight, index: int) -> Linear:
+        """One expert's product. Its weight is a view of `weight`; of mxfp4, a copy in the model's
+        dtype."""
         bias = None if weight.bias is None else weight.bias[index]
         return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
 
@@ -271,10 +282,12 @@ class Builder:
             self.places.append(ProductPlace(up, of_up, (half, half)))
             self.places.append(ProductPlace(down, of_down))
 
-    def optional_norm(self, held: ByRole, role: Role) -> Norm | None:
-        return self.norm(held[role]) if role in held else None
+    def optional_norm(self, specs: ByRole, role: Role) -> Norm | None:
+        """The norm of a role; None: it is not there."""
+        return self.norm(specs[role]) if role in specs else None
 
     def norm(self, spec: TensorSpec) -> Norm:
+        """A norm, with its bias if it has one."""
         bias = None if spec.bias is None else self.tensor(spec.bias)
         return Norm(self.norm_weight(spec), bias)
 
@@ -292,8 +305,9 @@ class Builder:
 
         return self.tensor(spec, change)
 
-    def optional(self, held: ByRole, role: Role) -> Tensor | None:
-        return self.tensor(held[role]) if role in held else None
+    def optional(self, specs: ByRole, role: Role) -> Tensor | None:
+        """The tensor of a role; None: it is not there."""
+        return self.tensor(specs[role]) if role in specs else None
 
     def tensor(
         self, spec: TensorSpec, change: Callable[[Tensor], Tensor] = lambda values: values
@@ -305,24 +319,25 @@ class Builder:
         return tensor
 
     def head(self, spec: TensorSpec, layout: Layout) -> Head:
+        """A product in float32, with its bias if it has one."""
         weight = self.source(spec)
         bias = None if spec.bias is None else self.tensor(spec.bias)
         head = Head(weight, layout, bias)
         self.places.append(ProductPlace(head, (spec,)))
         return head
 
-    def linear(self, held: ByRole, *roles: Role, order: list[int] | None = None) -> Projection:
+    def linear(self, specs: ByRole, *roles: Role, order: list[int] | None = None) -> Projection:
         """Projections of the same input, those that are there, fused into one product; its rows in
         `order`."""
-        specs = [held[role] for role in roles if role in held]
-        ranks = self.ranks if specs[0].shares_inputs else ALONE
-        weights = [read_weight(self.source, one, self.quantization, ranks) for one in specs]
+        parts = [specs[role] for role in roles if role in specs]
+        ranks = self.ranks if parts[0].shares_inputs else ALONE
+        weights = [read_weight(self.source, one, self.quantization, ranks) for one in parts]
         if self.quantization is not None:
-            pairs = zip(specs, weights, strict=True)
+            pairs = zip(parts, weights, strict=True)
             self.kept += [str(one.module) for one, weight in pairs if isinstance(weight, Tensor)]
         rows = None if order is None else torch.tensor(order, device=self.target.device)
         joined = None
-        biases = [one.bias for one in specs if one.bias is not None]
+        biases = [one.bias for one in parts if one.bias is not None]
         if biases:
             joined = torch.cat([self.source(bias) for bias in biases])
             joined = joined if rows is None else joined[rows]
@@ -330,7 +345,7 @@ class Builder:
         if self.quantised is None:
             assert isinstance(linear, Linear)
             counts = tuple(len(weight) for weight in weights if isinstance(weight, Tensor))
-            self.places.append(ProductPlace(linear, tuple(specs), counts, order))
+            self.places.append(ProductPlace(linear, tuple(parts), counts, order))
         return linear
 
 

@@ -30,6 +30,7 @@ from onestem.models.formats.stored import (
     stored_weight,
     wrong_values,
 )
+from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.native import native
@@ -139,6 +140,7 @@ class Checkpoint:
         return stored.to(device=self._device, dtype=dtype, copy=True)
 
     def weight(self, spec: TensorSpec) -> Weight:
+        """See `Source`."""
         module = spec.module
         if module is None or module not in self.schemes:
             return self(spec)
@@ -325,7 +327,7 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
     """
     stored = _tensor_files(directory)
     names = _names(config, stored)
-    pair = [f"{name}.weight" for name in (config.tensor_names.head, config.tensor_names.embedding)]
+    pair = [f"{config.tensor_names[role]}.weight" for role in (Role.HEAD, Role.EMBEDDING)]
     if not all(name in names for name in pair):
         return False
     with ExitStack() as files:
@@ -356,7 +358,7 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
             raise WeightsError(f"{found[ours]} and {name} are one tensor: leave one out")
         found[ours] = name
     # A file of the model without its head leaves the prefix out of all names.
-    if f"{names.embedding}.weight".removeprefix(names.prefix) in found:
+    if f"{names[Role.EMBEDDING]}.weight".removeprefix(names.prefix) in found:
         return {names.prefix + name: at for name, at in found.items()}
     return found
 
@@ -488,7 +490,7 @@ def check_unknown(
     unknown = sorted(
         name
         for name in set(held) - set(expected)
-        if not name.endswith(names.ignored) and name != f"{names.head}.weight"
+        if not name.endswith(names.ignored) and name != f"{names[Role.HEAD]}.weight"
     )
     if unknown:
         raise WeightsError(
@@ -505,8 +507,8 @@ def check_shapes(
     """Raise `WeightsError` for tensors of other shapes or dtypes. The unused head of a tied model
     is checked too: another shape means another model."""
     names = config.tensor_names
-    head = expected.get(f"{names.embedding}.weight")
-    expected = expected if head is None else {f"{names.head}.weight": head, **expected}
+    head = expected.get(f"{names[Role.EMBEDDING]}.weight")
+    expected = expected if head is None else {f"{names[Role.HEAD]}.weight": head, **expected}
     there = {name: (held[name], one) for name, one in sorted(expected.items()) if name in held}
     wrong = [
         f"{name} is {list(one.shape)}, expected {list(wanted.shape)}"

@@ -24,11 +24,11 @@ from onestem.models.description import (
     Proportional,
     RopeScaling,
     Rotary,
-    TensorNames,
     Yarn,
 )
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 

@@ -1,4 +1,4 @@
-"""What a decoder is made of, and the names of its tensors: values, no torch.
+"""What a decoder is made of: values, no torch.
 
 Each module of `onestem.models.families` reads them from its family's `config.json`.
 """
@@ -15,7 +15,6 @@ __all__ = [
     "Alibi",
     "ClampedSwiglu",
     "Description",
-    "ExpertNames",
     "Experts",
     "LayerHeads",
     "LayerRotary",
@@ -25,8 +24,6 @@ __all__ = [
     "QueryGrowth",
     "RopeScaling",
     "Rotary",
-    "TensorNames",
-    "TokenVectorNames",
     "Yarn",
 ]
 
@@ -382,9 +379,11 @@ class Description:
         return tuple(own if layer is None else layer for own, layer in enumerate(read))
 
     def mlp_size(self, layer: int) -> int:
+        """Columns of a layer's MLP."""
         return self.intermediate_size * (2 if layer in self.wide_mlps else 1)
 
     def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP: without experts, or beside them."""
         return not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp)
 
     @property
@@ -428,111 +427,5 @@ class Description:
         )
 
     def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts, in place of the MLP or beside it."""
         return self.experts is not None and self.experts.layers[layer]
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Names of what a layer with experts holds, relative to the layer's name.
-
-    Attributes:
-        router: a module.
-        up, down: tensors of all experts, `[num, 2 * intermediate_size, hidden_size]` (gate, then
-            up) and `[num, hidden_size, intermediate_size]`. Suffixes are `_bias`, and for mxfp4
-            `_blocks` and `_scales`.
-        alternating: rows of gate and up alternate, and tensors are transposed except in mxfp4.
-        each: a module per expert, with a place for its index, which a file may hold instead.
-            `each_up` (gate and up) and `each_down` follow it.
-        correction: a tensor.
-        router_scale, expert_scales: tensors.
-        input_norm, mlp_norm, output_norm: modules: norms of what experts read, of what the MLP
-            beside them returns, and of what they return.
-        shared_up, shared_down, shared_gate: modules.
-    """
-
-    router: str = "mlp.gate"
-    up: str = "mlp.experts.gate_up_proj"
-    down: str = "mlp.experts.down_proj"
-    each: str = "mlp.experts.{}."
-    each_up: tuple[str, str] = ("gate_proj", "up_proj")
-    each_down: str = "down_proj"
-    alternating: bool = False
-    correction: str = "mlp.gate.e_score_correction_bias"
-    router_scale: str = "router.scale"
-    expert_scales: str = "router.per_expert_scale"
-    input_norm: str = "pre_feedforward_layernorm_2"
-    mlp_norm: str = "post_feedforward_layernorm_1"
-    output_norm: str = "post_feedforward_layernorm_2"
-    shared_up: tuple[str, ...] = ()
-    shared_down: str = ""
-    shared_gate: str = ""
-
-
-@dataclass(frozen=True)
-class TokenVectorNames:
-    """Names of the modules around layers' vectors of tokens.
-
-    Attributes:
-        table: vectors of all layers, side by side.
-        projection: of embeddings; its result is added to the vectors.
-        norm: of the projection's result, for each layer.
-        gate, output, output_norm: relative to a layer's name.
-    """
-
-    table: str = "model.embed_tokens_per_layer"
-    projection: str = "model.per_layer_model_projection"
-    norm: str = "model.per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"
-    output: str = "per_layer_projection"
-    output_norm: str = "post_per_layer_input_norm"
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """Names of modules in a checkpoint; a module's tensors are `.weight` and `.bias`.
-
-    Attributes:
-        layer: with a place for the layer's index; the names within a layer follow it.
-        qkv: three projections, or one that holds them all.
-        up: gate and up, or up alone.
-        input_norm: before attention; None: it reads the residual itself.
-        post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
-            residual itself.
-        output_norm, down_norm: applied to the results of attention and MLP, before they are added.
-        positions: learned positions.
-        sinks: a tensor.
-        token_vectors: modules around layers' vectors of tokens; None: there are none.
-        layer_scalar: a tensor, the factor of a layer's result, the residual included.
-        prefix: of all names; a checkpoint of the model without its head leaves it out.
-        renamed: (prefix of a name in some checkpoints, the prefix here).
-        transposed: whether weights of linear layers are `[in_features, out_features]`.
-        grouped: rows of the single projection are ordered by KV head: its query heads, its k, its
-            v. Otherwise all q, all k, all v.
-        ignored: suffixes of names of buffers that follow from the configuration.
-        beside: prefixes of names of parts that are not computed, like an image encoder's.
-    """
-
-    embedding: str
-    layer: str
-    input_norm: str | None
-    qkv: tuple[str, ...]
-    output: str
-    post_norm: str | None
-    up: tuple[str, ...]
-    down: str
-    norm: str
-    prefix: str
-    head: str = "lm_head"
-    output_norm: str | None = None
-    down_norm: str | None = None
-    qk_norm: tuple[str, ...] = ()
-    positions: str | None = None
-    sinks: str | None = None
-    token_vectors: TokenVectorNames | None = None
-    layer_scalar: str | None = None
-    transposed: bool = False
-    grouped: bool = False
-    renamed: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    experts: ExpertNames | None = None
-    beside: tuple[str, ...] = ()

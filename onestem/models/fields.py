@@ -24,10 +24,12 @@ class Fields:
     source: Path | str
 
     def wrong(self, name: str, expected: str) -> ConfigError:
+        """The error for a field that is missing or no such value."""
         given = repr(self.values[name]) if name in self.values else "missing"
         return ConfigError(f"{self.source}: {name} is {given}, expected {expected}")
 
     def unsupported(self, name: str, supported: str) -> UnsupportedError:
+        """The error for a value that means something, but is not computed here."""
         return UnsupportedError(
             f"{self.source}: {name} is {self.values.get(name)!r}, supported: {supported}"
         )
@@ -39,12 +41,15 @@ class Fields:
                 raise self.unsupported(name, repr(value))
 
     def optional_integer(self, name: str) -> int | None:
+        """An integer; None: the field is absent. Raises `ConfigError` for another value."""
         value = self.values.get(name)
         if value is None or is_integer(value):
             return value
         raise self.wrong(name, "an integer")
 
     def optional_number(self, name: str) -> float | None:
+        """A number that float32 can hold; None: the field is absent. Raises `ConfigError` for
+        another value."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -55,6 +60,8 @@ class Fields:
         raise self.wrong(name, "a finite number of float32")
 
     def positive(self, name: str, default: int | None = None) -> int:
+        """An integer above 0. Raises `ConfigError` for another value, and if there is neither a
+        value nor a default."""
         value: Any = self.values.get(name)
         value = default if value is None else value
         if not is_integer(value) or value <= 0:
@@ -62,6 +69,8 @@ class Fields:
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0. Raises `ConfigError` for another value, and if there is neither a
+        value nor a default."""
         value = self.optional_number(name)
         value = default if value is None else value
         if value is None or value <= 0:
@@ -77,6 +86,7 @@ class Fields:
         return tuple(Fields(item, self.source).number(key) for key in item)
 
     def boolean(self, name: str, default: bool) -> bool:
+        """True or false. Raises `ConfigError` for another value."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -85,6 +95,7 @@ class Fields:
         raise self.wrong(name, "true or false")
 
     def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; empty if the field is absent. Raises `ConfigError` for another value."""
         value = self.values.get(name)
         if value is None:
             return {}
@@ -100,6 +111,7 @@ class Fields:
 
 
 def is_integer(value: object) -> bool:
+    """Whether a JSON value is an integer: `True` and `1.0` are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

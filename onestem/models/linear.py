@@ -26,7 +26,7 @@ one row of float32 takes 20 to 80% longer, 256 and more rows of bfloat16 a tenth
 Two more costs, measured with two threads: oneDNN makes a new product for each number of rows. That
 takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the product itself. So steps are padded
 to a few numbers of rows (`padded_rows`). Between 448 and 1,024 rows oneDNN distributes narrow
-weights badly over threads (GFLOP/s; `benchmarks/linear.py`):
+weights badly over threads (GFLOP/s; `lab/onestem_lab/linear.py`):
 
 | product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
 |-------------------|-----------:|--------------------------:|-----------:|
@@ -276,6 +276,7 @@ class Linear(_Weight, Projection):
         return self._multiply(x)
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See `Projection`: with AMX, for results that glibc would map again for each."""
         whole = not self.amx or len(x) * self.out_features * x.itemsize <= MAPPED_BYTES
         return (x,) if whole else x.split(PIECE_ROWS)
 
@@ -295,11 +296,14 @@ class Linear(_Weight, Projection):
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
+        """The weight, to be written in place by rows, and the bias beside it; both are packed again
+        afterwards."""
         with super().rewriting() as weight:
             yield weight
         self.packed_bias = _packed_bias(self.bias, self.layout)
 
     def tensors(self) -> list[Tensor]:
+        """See `Projection`."""
         held = (self.weight, self.packed, self.bias, self.packed_bias)
         return [tensor for tensor in held if tensor is not None]
 

@@ -61,6 +61,7 @@ class Mlp:
 
     @property
     def linears(self) -> tuple[Projection, ...]:
+        """Both products, in the order of their use."""
         return self.up, self.down
 
 
@@ -72,7 +73,9 @@ class ExpertProducts(Protocol):
         chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
         ...
 
-    def tensors(self) -> list[Tensor]: ...
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held, to count bytes by."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,4 +258,5 @@ class SortedBlocks:
         return expert(x, self.activation)
 
     def tensors(self) -> list[Tensor]:
+        """See `ExpertProducts`."""
         return [tensor for expert in self.experts for tensor in expert.tensors()]

@@ -44,6 +44,7 @@ class Scheme:
 
     @property
     def nearest(self) -> Quantize | None:
+        """The format for rounding whose products take as long as these; None: there is none."""
         if self.bits == 4:
             return "int4"
         if not self.rounds_rows or self.columns is not None:

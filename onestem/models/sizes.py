@@ -12,8 +12,9 @@ import torch
 from onestem.models.config import ModelConfig
 from onestem.models.formats.products import RoundedHead, Target, row_bytes
 from onestem.models.linear import choose_layout
+from onestem.models.names import Role
 from onestem.models.quantization import Scheme
-from onestem.models.tensors import Kind, Role, Tensors, TensorSpec
+from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
 __all__ = ["formats_of", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
@@ -43,7 +44,7 @@ def formats_of(
     modules = [one.module for one in tensors.matrices if one.module is not None]
     if quantization is not None:
         rounded = rounds_head(config, quantization, target_of(tensors, dtype, device))
-        head = [config.tensor_names.head] if rounded else []
+        head = [config.tensor_names[Role.HEAD]] if rounded else []
         return dict.fromkeys(modules + head, quantization)
     stored = config.quantization
     schemes = {} if stored is None else {module: stored.scheme(module) for module in modules}
@@ -71,7 +72,7 @@ def weight_bytes(
     tensors, forms = Tensors(config), formats or {}
     target = target_of(tensors, dtype, device)
     per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
-    if config.tensor_names.head in forms:
+    if config.tensor_names[Role.HEAD] in forms:
         total = int(config.vocab_size * per_row("int8", config.hidden_size))
     else:
         itemsize = target.layout.head_itemsize(dtype, tied=config.tie_embeddings)

@@ -10,65 +10,19 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Axis, Cut
-from onestem.models.description import ExpertNames, Experts, LayerHeads
+from onestem.models.description import Experts, LayerHeads
+from onestem.models.names import Role
 from onestem.models.part import Axes
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.experts import MX_BLOCK
 
-__all__ = ["ByRole", "Kind", "Role", "TensorSpec", "Tensors"]
-
-
-class Role(enum.Enum):
-    """What a tensor is for. A layer, or the model around its layers, has at most one of a role."""
-
-    # Of the model.
-    EMBEDDING = enum.auto()
-    POSITIONS = enum.auto()
-    NORM = enum.auto()
-    HEAD = enum.auto()
-    HEAD_BIAS = enum.auto()  # a tied head has no tensor of its own, but may have a bias
-    TOKEN_VECTORS = enum.auto()
-    VECTORS_PROJECTION = enum.auto()
-    VECTORS_NORM = enum.auto()
-    # Of a layer.
-    INPUT_NORM = enum.auto()
-    OUTPUT_NORM = enum.auto()
-    POST_NORM = enum.auto()
-    DOWN_NORM = enum.auto()
-    QKV = enum.auto()  # or these three
-    Q = enum.auto()
-    K = enum.auto()
-    V = enum.auto()
-    Q_NORM = enum.auto()
-    K_NORM = enum.auto()
-    SINKS = enum.auto()
-    OUTPUT = enum.auto()
-    GATE = enum.auto()
-    UP = enum.auto()  # in a gated MLP without GATE: both, gate first
-    DOWN = enum.auto()
-    ROUTER = enum.auto()
-    CORRECTION = enum.auto()
-    ROUTER_SCALE = enum.auto()
-    EXPERTS_UP = enum.auto()  # gate and up of all experts
-    EXPERTS_DOWN = enum.auto()
-    EXPERT_SCALES = enum.auto()
-    EXPERTS_INPUT_NORM = enum.auto()
-    EXPERTS_OUTPUT_NORM = enum.auto()
-    MLP_NORM = enum.auto()  # of what the MLP beside experts returns
-    SHARED_GATE = enum.auto()
-    SHARED_UP = enum.auto()
-    SHARED_DOWN = enum.auto()
-    SHARED_FACTOR = enum.auto()  # `ExpertNames.shared_gate`
-    VECTORS_GATE = enum.auto()
-    VECTORS_OUTPUT = enum.auto()
-    VECTORS_OUTPUT_NORM = enum.auto()
-    SCALAR = enum.auto()
+__all__ = ["ByRole", "Kind", "TensorSpec", "Tensors"]
 
 
 class Kind(enum.Enum):
@@ -97,7 +51,7 @@ class TensorSpec:
         cut: the part that the rank holds; None: all.
         module: the module that has it as its weight, which may be stored in another format, as
             other tensors of the module; None: it is always stored as it is.
-        transposed: its last two dimensions stand the other way round.
+        transposed: its last two dimensions are swapped.
         scales, bias: the tensors beside a weight; they have its role.
     """
 
@@ -144,12 +98,12 @@ class Tensors:
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.ranks = ranks
-        self._maker = _Maker(config, ranks)
-        self.model: ByRole = {one.role: one for one in self._maker.of_model()}
+        self.model: ByRole = {one.role: one for one in _Maker(config, ranks).of_model()}
         self.layers: Sequence[ByRole] = [
-            {one.role: one for one in self._maker.of_layer(index)}
+            {one.role: one for one in _Maker(config, ranks, index).of_layer()}
             for index in range(config.num_layers)
         ]
+        self._singles: dict[tuple[int, Role], list[tuple[TensorSpec, ...]]] = {}
 
     def __iter__(self) -> Iterator[TensorSpec]:
         """Every tensor of the checkpoint, biases and scales included, layer by layer."""
@@ -188,13 +142,15 @@ class Tensors:
     def singles(self, layer: int, role: Role) -> list[tuple[TensorSpec, ...]]:
         """For each expert the matrices that stand for its part of a weight of all experts, if they
         are concatenated by rows: most files hold these instead."""
-        return self._maker.singles(layer, role)
+        at = layer, role
+        if at not in self._singles:
+            self._singles[at] = _Maker(self.config, self.ranks, layer).singles(role)
+        return self._singles[at]
 
     @property
     def alternates(self) -> bool:
         """Whether rows of gate and up alternate in a weight of all experts."""
-        names = self.config.tensor_names.experts
-        return names is not None and names.alternating
+        return self.config.tensor_names.alternating
 
     def halves(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Gate and up, `[num, size, ...]` each, of `[num, 2 * size, ...]` of all experts."""
@@ -203,85 +159,68 @@ class Tensors:
         return tensor.chunk(2, dim=1)
 
 
-def _experts_of(config: ModelConfig) -> tuple[Experts, ExpertNames]:
-    names = config.tensor_names.experts
-    assert config.experts is not None
-    assert names is not None
-    return config.experts, names
-
-
 class _Maker:
-    """Describes a model's tensors, part by part."""
+    """Describes the tensors of one layer, or of the model around its layers."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks, layer: int | None = None) -> None:
         self.config, self.names = config, config.tensor_names
+        self.layer = 0 if layer is None else layer
+        self.at = "" if layer is None else self.names.layer.format(layer)
         self.axes = Axes(config, ranks)
         self.hidden = Axis(config.hidden_size)
 
     def of_model(self) -> Iterator[TensorSpec]:
-        config, names, hidden = self.config, self.names, self.hidden
-        rows = self.axes.vocabulary
-        yield self.weight(Role.EMBEDDING, Kind.TABLE, names.embedding, rows, hidden)
-        yield self.norm(Role.NORM, names.norm)
-        if names.positions is not None:
+        config, hidden, rows = self.config, self.hidden, self.axes.vocabulary
+        yield self.weight(Role.EMBEDDING, Kind.TABLE, rows, hidden)
+        yield self.norm(Role.NORM, bias=config.norm_bias)
+        if Role.POSITIONS in self.names:
             positions = Axis(config.max_position_embeddings)
-            yield self.weight(Role.POSITIONS, Kind.TABLE, names.positions, positions, hidden)
+            yield self.weight(Role.POSITIONS, Kind.TABLE, positions, hidden)
         if not config.tie_embeddings:
-            yield self.weight(Role.HEAD, Kind.HEAD, names.head, rows, hidden)
+            yield self.weight(Role.HEAD, Kind.HEAD, rows, hidden)
         if config.head_bias:
-            yield self.spec(Role.HEAD_BIAS, Kind.BIAS, f"{names.head}.bias", rows)
-        vectors = names.token_vectors
-        if vectors is not None:
+            name = f"{self.names[Role.HEAD]}.bias"
+            yield self.spec(Role.HEAD_BIAS, Kind.BIAS, rows, name=name)
+        if config.token_vectors:
             width = Axis(config.num_layers * config.token_vectors)
-            yield self.weight(Role.TOKEN_VECTORS, Kind.TABLE, vectors.table, rows, width)
-            yield self.matrix(Role.VECTORS_PROJECTION, vectors.projection, width, hidden)
-            yield self.vector_norm(Role.VECTORS_NORM, vectors.norm, Axis(config.token_vectors))
+            yield self.weight(Role.TOKEN_VECTORS, Kind.TABLE, rows, width)
+            yield self.matrix(Role.VECTORS_PROJECTION, width, hidden)
+            yield self.norm(Role.VECTORS_NORM, Axis(config.token_vectors))
 
-    def of_layer(self, index: int) -> Iterator[TensorSpec]:
-        config, names = self.config, self.names
-        at = names.layer.format(index)
-        norms = {
-            Role.INPUT_NORM: names.input_norm,
-            Role.OUTPUT_NORM: names.output_norm,
-            Role.POST_NORM: names.post_norm,
-            Role.DOWN_NORM: names.down_norm,
-        }
-        for role, module in norms.items():
-            if module is not None:
-                yield self.norm(role, at + module)
-        yield from self.attention(at, config.heads[index])
-        if config.has_experts(index):
-            yield from self.experts(at)
-        if config.has_mlp(index):
-            yield from self.mlp(at, config.mlp_size(index) // config.intermediate_size)
-        vectors = names.token_vectors
-        if vectors is not None:
-            size = Axis(config.token_vectors)
-            yield self.matrix(Role.VECTORS_GATE, at + vectors.gate, size, self.hidden)
-            yield self.matrix(Role.VECTORS_OUTPUT, at + vectors.output, self.hidden, size)
-            yield self.vector_norm(Role.VECTORS_OUTPUT_NORM, at + vectors.output_norm, self.hidden)
-        if names.layer_scalar is not None:
-            yield self.spec(Role.SCALAR, Kind.SCALAR, at + names.layer_scalar, Axis(1))
+    def of_layer(self) -> Iterator[TensorSpec]:
+        config, hidden = self.config, self.hidden
+        for role in (Role.INPUT_NORM, Role.OUTPUT_NORM, Role.POST_NORM, Role.DOWN_NORM):
+            if role in self.names:
+                yield self.norm(role, bias=config.norm_bias)
+        yield from self.attention(config.heads[self.layer])
+        if config.has_experts(self.layer):
+            yield from self.experts()
+        if config.has_mlp(self.layer):
+            yield from self.mlp()
+        if config.token_vectors:
+            yield self.matrix(Role.VECTORS_GATE, Axis(config.token_vectors), hidden)
+            yield self.matrix(Role.VECTORS_OUTPUT, hidden, Axis(config.token_vectors))
+            yield self.norm(Role.VECTORS_OUTPUT_NORM)
+        if Role.SCALAR in self.names:
+            yield self.spec(Role.SCALAR, Kind.SCALAR, Axis(1))
 
-    def attention(self, at: str, heads: LayerHeads) -> Iterator[TensorSpec]:
-        config, names, hidden = self.config, self.names, self.hidden
-        q = self.axes.query_heads.times(heads.head_dim)
-        kv = self.axes.kv_heads(heads.num_kv_heads).times(heads.head_dim)
-        if len(names.qkv) == 1:
-            rows = self.by_kv_head(heads) if names.grouped else q.then(kv).then(kv)
-            yield self.matrix(Role.QKV, at + names.qkv[0], rows, hidden, config.qkv_bias)
-        else:
-            own = 1 if heads.kv_layer is not None else 2 if heads.value_is_key else 3
-            roles = [(Role.Q, q), (Role.K, kv), (Role.V, kv)][:own]
-            for (role, rows), module in zip(roles, names.qkv, strict=False):
-                yield self.matrix(role, at + module, rows, hidden, config.qkv_bias)
-        yield self.matrix(Role.OUTPUT, at + names.output, hidden, q, config.o_bias)
-        norms = [(Role.Q_NORM, q), (Role.K_NORM, kv)][: 1 if heads.kv_layer is not None else 2]
-        for (role, rows), module in zip(norms, names.qk_norm, strict=False):
-            size = rows if config.qk_norm_of_all else Axis(heads.head_dim)
-            yield self.vector_norm(role, at + module, size)
-        if names.sinks is not None:
-            yield self.spec(Role.SINKS, Kind.VECTOR, at + names.sinks, self.axes.query_heads)
+    def attention(self, heads: LayerHeads) -> Iterator[TensorSpec]:
+        config, hidden, size = self.config, self.hidden, heads.head_dim
+        q = self.axes.query_heads.times(size)
+        kv = self.axes.kv_heads(heads.num_kv_heads).times(size)
+        own = 1 if heads.kv_layer is not None else 2 if heads.value_is_key else 3
+        parts = [(Role.Q, q), (Role.K, kv), (Role.V, kv)][:own]
+        if Role.QKV in self.names:
+            fused = self.by_kv_head(heads) if self.names.grouped else q.then(kv).then(kv)
+            parts = [(Role.QKV, fused)]
+        for role, rows in parts:
+            yield self.matrix(role, rows, hidden, config.qkv_bias)
+        yield self.matrix(Role.OUTPUT, hidden, q, config.o_bias)
+        for role, rows in [(Role.Q_NORM, q), (Role.K_NORM, kv)][: min(own, 2)]:
+            if role in self.names:
+                yield self.norm(role, rows if config.qk_norm_of_all else Axis(size))
+        if Role.SINKS in self.names:
+            yield self.spec(Role.SINKS, Kind.VECTOR, self.axes.query_heads)
 
     def by_kv_head(self, heads: LayerHeads) -> Axis:
         """Rows of one projection in the order of KV heads: query heads of each, its k, its v."""
@@ -295,109 +234,98 @@ class _Maker:
         queries = (start + first - before, start + last - before)
         return Axis(lines.size, (queries, (start + group * size, stop)))
 
-    def mlp(self, at: str, width: int) -> Iterator[TensorSpec]:
-        """`width`: how many times as wide as the model's MLPs it is."""
-        config, names, hidden = self.config, self.names, self.hidden
+    def mlp(self) -> Iterator[TensorSpec]:
+        config, hidden = self.config, self.hidden
+        width = config.mlp_size(self.layer) // config.intermediate_size
         columns = self.axes.mlp_columns.times(width)
-        if config.gated and len(names.up) == 1:
-            ups = [(Role.UP, columns.then(columns))]
-        else:
-            ups = [(Role.GATE, columns), (Role.UP, columns)][-len(names.up) :]
-        for (role, rows), module in zip(ups, names.up, strict=True):
-            yield self.matrix(role, at + module, rows, hidden, config.mlp_bias)
-        yield self.matrix(Role.DOWN, at + names.down, hidden, columns, config.mlp_bias)
+        if Role.GATE in self.names:
+            yield self.matrix(Role.GATE, columns, hidden, config.mlp_bias)
+        fused = config.gated and Role.GATE not in self.names
+        rows = columns.then(columns) if fused else columns
+        yield self.matrix(Role.UP, rows, hidden, config.mlp_bias)
+        yield self.matrix(Role.DOWN, hidden, columns, config.mlp_bias)
 
-    def experts(self, at: str) -> Iterator[TensorSpec]:
-        (experts, names), hidden = _experts_of(self.config), self.hidden
+    def experts(self) -> Iterator[TensorSpec]:
+        experts, hidden = self.config.experts, self.hidden
+        assert experts is not None
         num, columns = Axis(experts.num), self.axes.expert_columns
-        router = at + names.router
-        yield self.weight(Role.ROUTER, Kind.HEAD, router, num, hidden, bias=experts.bias)
+        yield self.weight(Role.ROUTER, Kind.HEAD, num, hidden, bias=experts.bias)
         if experts.shared_size:
             inner = self.axes.shared_columns
-            roles = (Role.SHARED_GATE, Role.SHARED_UP)
-            for role, module in zip(roles, names.shared_up, strict=True):
-                yield self.matrix(role, at + module, inner, hidden)
-            yield self.matrix(Role.SHARED_DOWN, at + names.shared_down, hidden, inner)
+            yield self.matrix(Role.SHARED_GATE, inner, hidden)
+            yield self.matrix(Role.SHARED_UP, inner, hidden)
+            yield self.matrix(Role.SHARED_DOWN, hidden, inner)
         if experts.shared_gate:
-            yield self.weight(
-                Role.SHARED_FACTOR, Kind.HEAD, at + names.shared_gate, Axis(1), hidden
-            )
-        rows = columns.times(2) if names.alternating else columns.then(columns)
-        yield self.all_experts(Role.EXPERTS_UP, at + names.up, rows, hidden)
-        yield self.all_experts(Role.EXPERTS_DOWN, at + names.down, hidden, columns)
+            yield self.weight(Role.SHARED_FACTOR, Kind.HEAD, Axis(1), hidden)
+        rows = columns.times(2) if self.names.alternating else columns.then(columns)
+        yield self.all_experts(Role.EXPERTS_UP, experts, rows, hidden)
+        yield self.all_experts(Role.EXPERTS_DOWN, experts, hidden, columns)
         if experts.beside_mlp:
-            yield self.vector_norm(Role.EXPERTS_INPUT_NORM, at + names.input_norm, hidden)
-            yield self.vector_norm(Role.MLP_NORM, at + names.mlp_norm, hidden)
-            yield self.vector_norm(Role.EXPERTS_OUTPUT_NORM, at + names.output_norm, hidden)
-            yield self.spec(Role.ROUTER_SCALE, Kind.VECTOR, at + names.router_scale, hidden)
+            for role in (Role.EXPERTS_INPUT_NORM, Role.MLP_NORM, Role.EXPERTS_OUTPUT_NORM):
+                yield self.norm(role)
+            yield self.spec(Role.ROUTER_SCALE, Kind.VECTOR, hidden)
         if experts.expert_scales:
-            yield self.spec(Role.EXPERT_SCALES, Kind.VECTOR, at + names.expert_scales, num)
+            yield self.spec(Role.EXPERT_SCALES, Kind.VECTOR, num)
         if experts.correction:
-            yield self.spec(Role.CORRECTION, Kind.VECTOR, at + names.correction, num)
+            yield self.spec(Role.CORRECTION, Kind.VECTOR, num)
 
-    def all_experts(self, role: Role, name: str, rows: Axis, columns: Axis) -> TensorSpec:
-        experts, names = _experts_of(self.config)
-        num, bias = Axis(experts.num), None
+    def all_experts(self, role: Role, experts: Experts, rows: Axis, columns: Axis) -> TensorSpec:
+        name, num, bias = self.at + self.names[role], Axis(experts.num), None
         if experts.bias:
-            bias = self.spec(role, Kind.BIAS, f"{name}_bias", num, self.added(rows, columns))
+            added = self.added(rows, columns)
+            bias = self.spec(role, Kind.BIAS, num, added, name=f"{name}_bias")
         if not experts.mxfp4:
-            turned = names.alternating
-            axes = (columns, rows) if turned else (rows, columns)
-            return self.spec(role, Kind.EXPERTS, name, num, *axes, transposed=turned, bias=bias)
+            turned = self.names.alternating
+            sides = (columns, rows) if turned else (rows, columns)
+            return self.spec(role, Kind.EXPERTS, num, *sides, transposed=turned, bias=bias)
         blocks = columns.over(MX_BLOCK)
-        scales = self.spec(role, Kind.POWERS, f"{name}_scales", num, rows, blocks)
-        block = Axis(MX_BLOCK // 2)  # bytes
-        return self.spec(
-            role, Kind.CODES, f"{name}_blocks", num, rows, blocks, block, scales=scales, bias=bias
-        )
+        scales = self.spec(role, Kind.POWERS, num, rows, blocks, name=f"{name}_scales")
+        axes = (num, rows, blocks, Axis(MX_BLOCK // 2))
+        codes = self.spec(role, Kind.CODES, *axes, name=f"{name}_blocks")
+        return replace(codes, scales=scales, bias=bias)
 
-    def singles(self, layer: int, role: Role) -> list[tuple[TensorSpec, ...]]:
-        (experts, names), hidden = _experts_of(self.config), self.hidden
-        up, columns = role is Role.EXPERTS_UP, self.axes.expert_columns
-        modules = names.each_up if up else (names.each_down,)
-        axes = (columns, hidden) if up else (hidden, columns)
-        each = self.names.layer.format(layer) + names.each
+    def singles(self, role: Role) -> list[tuple[TensorSpec, ...]]:
+        experts, hidden, columns = self.config.experts, self.hidden, self.axes.expert_columns
+        assert experts is not None
+        parts = {
+            Role.EXPERTS_UP: ((Role.EXPERT_GATE, Role.EXPERT_UP), columns, hidden),
+            Role.EXPERTS_DOWN: ((Role.EXPERT_DOWN,), hidden, columns),
+        }
+        roles, rows, inputs = parts[role]
         return [
-            tuple(
-                self.matrix(role, each.format(index) + module, *axes, experts.bias)
-                for module in modules
-            )
+            tuple(self.matrix(one, rows, inputs, experts.bias, index) for one in roles)
             for index in range(experts.num)
         ]
 
-    def norm(self, role: Role, module: str) -> TensorSpec:
-        """A norm over the residual."""
-        bias = None
-        if self.config.norm_bias:
-            bias = self.spec(role, Kind.BIAS, f"{module}.bias", self.hidden)
-        return self.spec(role, Kind.NORM, f"{module}.weight", self.hidden, bias=bias)
-
-    def vector_norm(self, role: Role, module: str, size: Axis) -> TensorSpec:
-        """An RMSNorm over something else, which has no bias."""
-        return self.spec(role, Kind.NORM, f"{module}.weight", size)
+    def norm(self, role: Role, size: Axis | None = None, *, bias: bool = False) -> TensorSpec:
+        """A norm over the residual, or over something else of `size`."""
+        module, size = self.at + self.names[role], size or self.hidden
+        beside = self.spec(role, Kind.BIAS, size, name=f"{module}.bias") if bias else None
+        return self.spec(role, Kind.NORM, size, name=f"{module}.weight", bias=beside)
 
     def matrix(
-        self, role: Role, module: str, rows: Axis, columns: Axis, bias: bool = False
+        self, role: Role, rows: Axis, columns: Axis, bias: bool = False, expert: int = 0
     ) -> TensorSpec:
-        return self.weight(role, Kind.MATRIX, module, rows, columns, bias=bias)
+        return self.weight(role, Kind.MATRIX, rows, columns, bias=bias, expert=expert)
 
     def weight(
-        self, role: Role, kind: Kind, module: str, rows: Axis, columns: Axis, *, bias: bool = False
+        self,
+        role: Role,
+        kind: Kind,
+        rows: Axis,
+        columns: Axis,
+        *,
+        bias: bool = False,
+        expert: int = 0,
     ) -> TensorSpec:
-        transposed = kind is Kind.MATRIX and self.names.transposed
-        axes = (columns, rows) if transposed else (rows, columns)
+        """The weight of a module, and its bias. `expert`: the index, where it is one expert's."""
+        module = self.at + self.names[role].format(expert)
+        turned = kind is Kind.MATRIX and self.names.transposed
+        axes = (columns, rows) if turned else (rows, columns)
         beside = None
         if bias:
-            beside = self.spec(role, Kind.BIAS, f"{module}.bias", self.added(rows, columns))
-        return self.spec(
-            role,
-            kind,
-            f"{module}.weight",
-            *axes,
-            module=module,
-            transposed=transposed,
-            bias=beside,
-        )
+            beside = self.spec(role, Kind.BIAS, self.added(rows, columns), name=f"{module}.bias")
+        return self.spec(role, kind, *axes, module=module, transposed=turned, bias=beside)
 
     def added(self, rows: Axis, columns: Axis) -> Axis:
         """Of the bias of a weight."""
@@ -407,14 +335,15 @@ class _Maker:
         self,
         role: Role,
         kind: Kind,
-        name: str,
         *axes: Axis,
+        name: str | None = None,
         module: str | None = None,
         transposed: bool = False,
-        scales: TensorSpec | None = None,
         bias: TensorSpec | None = None,
     ) -> TensorSpec:
-        cuts = [Cut(dim, axis.spans) for dim, axis in enumerate(axes) if axis.spans]
+        """`name`: None: that of the weight of `module`, or of the role."""
+        if name is None:
+            name = self.at + self.names[role] if module is None else f"{module}.weight"
         shape = tuple(axis.size for axis in axes)
-        cut = cuts[0] if cuts else None
-        return TensorSpec(name, shape, role, kind, cut, module, transposed, scales, bias)
+        cut = next((Cut(dim, axis.spans) for dim, axis in enumerate(axes) if axis.spans), None)
+        return TensorSpec(name, shape, role, kind, cut, module, transposed, bias=bias)

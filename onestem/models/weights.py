@@ -14,10 +14,11 @@ from onestem.models.builder import Builder
 from onestem.models.checkpoint import Source, open_checkpoint, with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
+from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.sizes import target_of
-from onestem.models.tensors import Kind, Role, Tensors, TensorSpec
+from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
 __all__ = ["checked_config", "load_decoder", "random_decoder", "refuse_rounding_twice"]

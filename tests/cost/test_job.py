@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.cost_model import Job, path_of, prompts_of
 from onestem.cost import (
     Curve,
     Forecast,
@@ -25,10 +24,11 @@ from onestem.models.config import ModelConfig
 from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
+from onestem_lab.cost_model import Job, path_of, prompts_of
 from tests.engine.harness import make_engine
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
 CURVE = Curve((1, 8, 64), (1e9, 6e9, 2e10), 3e9)
 SHAPE = ModelShape(1000, 64, 288, 2, 4, 2, 16, 4)
 RATES = Rates(
@@ -188,7 +188,7 @@ def test_parts_of_several_steps_take_the_same_seconds(monkeypatch):
 
 
 def predicted(job, cost, limits):
-    """The prediction of a job of `benchmarks.cost_model`, with the lengths that it draws."""
+    """The prediction of a job of `onestem_lab.cost_model`, with the lengths that it draws."""
     rng = np.random.default_rng(0)
     prompts = list(prompts_of(job, cost.shape.vocab_size, rng))
     low, high = job.outputs

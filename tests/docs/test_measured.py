@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from benchmarks import measured, readme
-from benchmarks.blocks import replaced
 from onestem.jobs import plan_file
 from onestem.options import EngineOptions
+from onestem_lab import measured, readme
+from onestem_lab.blocks import replaced
 
 
 def test_figures_of_the_readme_are_those_of_the_results():

@@ -14,6 +14,7 @@ from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.models.memory import token_memory
+from onestem.models.names import Role
 from onestem.models.tensors import Tensors
 from onestem.request import SamplingParams
 from onestem.shapes import find_shape, is_shape, shape_names
@@ -83,7 +84,7 @@ def test_tensors_are_those_of_transformers(name, tmp_path):
         )
     theirs = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if config.tie_embeddings:
-        del theirs[f"{config.tensor_names.head}.weight"]
+        del theirs[f"{config.tensor_names[Role.HEAD]}.weight"]
     assert Tensors(config).shapes == theirs
 
 

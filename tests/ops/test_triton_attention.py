@@ -11,7 +11,6 @@ import torch
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops import AttentionPlan, PlanBuilder, State, attention, resolve, windowed
-from onestem.ops.bench.cases import decode_step
 from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.triton import (
     KernelConfig,
@@ -24,6 +23,7 @@ from onestem.ops.triton import (
 from onestem.ops.triton.launch import Kernels, Scores, takes_heads
 from onestem.ops.work import Tile, make_work
 from onestem.ops.work.lists import AT_RECORDS, RECORD
+from onestem_lab.attention.cases import decode_step
 from tests.ops.plans import SMALL, random_plan, written_slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from onestem.errors import ConfigError
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
-from onestem.ops.bench.cases import decode_step
 from onestem.ops.reference import visible
 from onestem.ops.triton import Workspace, load_config
 from onestem.ops.triton.attention import TritonAttention
@@ -22,6 +21,7 @@ from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import item_times
 from onestem.ops.work.deal import _hands_in_rows
 from onestem.ops.work.lists import Choice
+from onestem_lab.attention.cases import decode_step
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
 
 

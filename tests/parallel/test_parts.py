@@ -24,10 +24,11 @@ from onestem.models.formats.held import Channels, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout
+from onestem.models.names import Role
 from onestem.models.part import part_of, sizes_of
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.sizes import weight_bytes
-from onestem.models.tensors import Role, Tensors
+from onestem.models.tensors import Tensors
 from onestem.models.updates import checked_tensors, write_tensors
 from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built

@@ -15,11 +15,11 @@ from onestem.jobs import plan_file
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.paper.jobs import job
 from onestem.planner import RunningOrder, plan_job
 from onestem.replicas.replicas import _Listed
 from onestem.request import Request, SamplingParams
 from onestem.tree import Node, RadixTree
+from onestem_lab.papers.jobs import job
 from tests.engine.simulation import Simulation
 
 OPTIONS = EngineOptions(model="shape:llama3.1-8b", device="h200")

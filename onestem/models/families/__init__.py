@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onestem.models.description import Description, TensorNames
+from onestem.models.description import Description
 from onestem.models.families import (
     experts,
     falcon,
@@ -24,6 +24,7 @@ from onestem.models.families import (
     smollm3,
 )
 from onestem.models.fields import Fields
+from onestem.models.names import TensorNames
 
 __all__ = ["FAMILIES", "Family", "refusal"]
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from onestem.models.description import (
     ClampedSwiglu,
     Description,
-    ExpertNames,
     Experts,
-    TensorNames,
 )
 from onestem.models.families import llama
 from onestem.models.families.shared import layer_windows
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read_glm4", "read_gpt_oss", "read_mixtral", "read_olmoe", "read_qwen"]
 
 
 def read_mixtral(fields: Fields, architecture: str) -> Description:
+    """Description of Mixtral: experts in every layer, and one window for all or none."""
     num_layers = fields.positive("num_hidden_layers")
     experts = Experts(
         num=fields.positive("num_local_experts", 8),
@@ -69,6 +69,8 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def read_glm4(fields: Fields, architecture: str) -> Description:
+    """Description of GLM-4.5: experts after the first layers, in groups, chosen by corrected
+    sigmoids, and a shared one."""
     num_layers = fields.positive("num_hidden_layers")
     dense = fields.optional_integer("first_k_dense_replace")
     dense = 1 if dense is None else dense
@@ -95,6 +97,7 @@ def read_glm4(fields: Fields, architecture: str) -> Description:
 
 
 def read_olmoe(fields: Fields, architecture: str) -> Description:
+    """Description of OLMoE: norms over all heads at once, and clipped q, k and v."""
     num_layers = fields.positive("num_hidden_layers")
     experts = Experts(
         num=fields.positive("num_experts", 64),
@@ -117,6 +120,8 @@ def read_olmoe(fields: Fields, architecture: str) -> Description:
 
 
 def read_gpt_oss(fields: Fields, architecture: str) -> Description:
+    """Description of gpt-oss: biases, sinks, clamped experts that may be in mxfp4, and windows in
+    every second layer."""
     num_layers = fields.positive("num_hidden_layers")
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.wrong("rope_scaling", "an object, which gpt-oss is published with")
@@ -148,32 +153,46 @@ def read_gpt_oss(fields: Fields, architecture: str) -> Description:
     )
 
 
-_SHARED = "mlp.shared_expert"
 _NAMES = {
-    "MixtralForCausalLM": ExpertNames(each_up=("w1", "w3"), each_down="w2"),
-    "Qwen2MoeForCausalLM": ExpertNames(
-        shared_up=(f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
-        shared_down=f"{_SHARED}.down_proj",
-        shared_gate=f"{_SHARED}_gate",
-    ),
-    "Qwen3MoeForCausalLM": ExpertNames(),
-    "OlmoeForCausalLM": ExpertNames(),
-    "GptOssForCausalLM": ExpertNames(router="mlp.router", alternating=True),
-    "Glm4MoeForCausalLM": ExpertNames(
-        shared_up=(f"{_SHARED}s.gate_proj", f"{_SHARED}s.up_proj"),
-        shared_down=f"{_SHARED}s.down_proj",
-    ),
+    Role.ROUTER: "mlp.gate",
+    Role.CORRECTION: "mlp.gate.e_score_correction_bias",
+    Role.EXPERTS_UP: "mlp.experts.gate_up_proj",
+    Role.EXPERTS_DOWN: "mlp.experts.down_proj",
+    Role.EXPERT_GATE: "mlp.experts.{}.gate_proj",
+    Role.EXPERT_UP: "mlp.experts.{}.up_proj",
+    Role.EXPERT_DOWN: "mlp.experts.{}.down_proj",
+}
+# What the families name otherwise, or have beside.
+_OTHERS: dict[str, dict[Role, str]] = {
+    "MixtralForCausalLM": {
+        Role.EXPERT_GATE: "mlp.experts.{}.w1",
+        Role.EXPERT_UP: "mlp.experts.{}.w3",
+        Role.EXPERT_DOWN: "mlp.experts.{}.w2",
+    },
+    "Qwen2MoeForCausalLM": {
+        Role.SHARED_GATE: "mlp.shared_expert.gate_proj",
+        Role.SHARED_UP: "mlp.shared_expert.up_proj",
+        Role.SHARED_DOWN: "mlp.shared_expert.down_proj",
+        Role.SHARED_FACTOR: "mlp.shared_expert_gate",
+    },
+    "GptOssForCausalLM": {Role.ROUTER: "mlp.router", Role.SINKS: "self_attn.sinks"},
+    "Glm4MoeForCausalLM": {
+        Role.SHARED_GATE: "mlp.shared_experts.gate_proj",
+        Role.SHARED_UP: "mlp.shared_experts.up_proj",
+        Role.SHARED_DOWN: "mlp.shared_experts.down_proj",
+    },
 }
 
 
 def names(description: Description) -> TensorNames:
+    """As in `llama`, and of experts."""
     glm = description.architecture == "Glm4MoeForCausalLM"
     mixtral = description.architecture == "MixtralForCausalLM"
     layers = [f"model.layers.{layer}." for layer in range(description.num_layers)]
+    others = _OTHERS.get(description.architecture, {})
     return replace(
-        llama.names(description),
-        experts=_NAMES[description.architecture],
-        sinks="self_attn.sinks" if description.sinks else None,
+        llama.names(description).having({**_NAMES, **others}),
+        alternating=description.architecture == "GptOssForCausalLM",
         # The module that predicts tokens after the next one is stored as one more layer.
         beside=(f"model.layers.{description.num_layers}.",) if glm else (),
         renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),

@@ -9,22 +9,27 @@ from __future__ import annotations
 import struct
 from typing import Literal
 
-from onestem.models.description import Alibi, Description, Rotary, TensorNames
+from onestem.models.description import Alibi, Description, Rotary
 from onestem.models.families.shared import gelu, rotary
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
 Block = Literal["sequential", "parallel", "parallel_two_norms"]
 
-_NORMS: dict[Block, tuple[str, str | None]] = {
-    "sequential": ("input_layernorm", "post_attention_layernorm"),
-    "parallel": ("input_layernorm", None),
-    "parallel_two_norms": ("ln_attn", "ln_mlp"),
+_NORMS: dict[Block, dict[Role, str]] = {
+    "sequential": {
+        Role.INPUT_NORM: "input_layernorm",
+        Role.POST_NORM: "post_attention_layernorm",
+    },
+    "parallel": {Role.INPUT_NORM: "input_layernorm"},
+    "parallel_two_norms": {Role.INPUT_NORM: "ln_attn", Role.POST_NORM: "ln_mlp"},
 }
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of all three forms, with the defaults of transformers."""
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers")
     max_position_embeddings = fields.positive("max_position_embeddings", 2048)
@@ -56,20 +61,18 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    input_norm, post_norm = _NORMS[description.block]
-    return TensorNames(
-        embedding="transformer.word_embeddings",
-        layer="transformer.h.{}.",
-        input_norm=input_norm,
-        qkv=("self_attention.query_key_value",),
-        output="self_attention.dense",
-        post_norm=post_norm,
-        up=("mlp.dense_h_to_4h",),
-        down="mlp.dense_4h_to_h",
-        norm="transformer.ln_f",
-        prefix="transformer.",
-        grouped=True,
-    )
+    """One projection for q, k and v by KV head, and the norms of the form."""
+    names = {
+        Role.EMBEDDING: "transformer.word_embeddings",
+        Role.QKV: "self_attention.query_key_value",
+        Role.OUTPUT: "self_attention.dense",
+        Role.UP: "mlp.dense_h_to_4h",
+        Role.DOWN: "mlp.dense_4h_to_h",
+        Role.NORM: "transformer.ln_f",
+        Role.HEAD: "lm_head",
+        **_NORMS[description.block],
+    }
+    return TensorNames(names, layer="transformer.h.{}.", prefix="transformer.", grouped=True)
 
 
 def _num_kv_heads(fields: Fields) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, Rotary, TensorNames
+from onestem.models.description import Description, Rotary
 from onestem.models.families import llama
 from onestem.models.families.shared import (
     IMAGE_MODEL,
@@ -20,8 +20,17 @@ from onestem.models.families.shared import (
     windowed_kinds,
 )
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
-__all__ = ["names", "read_gemma2", "read_gemma3", "softcap"]
+__all__ = ["BOTH_NORMS", "names", "read_gemma2", "read_gemma3", "softcap"]
+
+# Of attention and MLP, before and after each.
+BOTH_NORMS = {
+    Role.INPUT_NORM: "input_layernorm",
+    Role.OUTPUT_NORM: "post_attention_layernorm",
+    Role.POST_NORM: "pre_feedforward_layernorm",
+    Role.DOWN_NORM: "post_feedforward_layernorm",
+}
 
 
 def read_gemma2(fields: Fields, architecture: str) -> Description:
@@ -36,6 +45,7 @@ def read_gemma2(fields: Fields, architecture: str) -> Description:
 
 
 def read_gemma3(fields: Fields, architecture: str) -> Description:
+    """Description of Gemma 3's text part: a RoPE for each kind of layer, and norms over heads."""
     fields = text_fields(fields)
     if fields.values.get("attn_logit_softcapping") is not None:
         # transformers reads this field and does not apply it.
@@ -62,15 +72,11 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    of_llama = replace(
-        llama.names(description),
-        output_norm="post_attention_layernorm",
-        post_norm="pre_feedforward_layernorm",
-        down_norm="post_feedforward_layernorm",
-    )
+    """As in `llama`, with norms on both sides of attention and MLP."""
+    names = llama.names(description).having(BOTH_NORMS)
     if description.architecture == "Gemma3ForConditionalGeneration":
-        return replace(of_llama, **IMAGE_MODEL)
-    return of_llama
+        return replace(names, **IMAGE_MODEL)
+    return names
 
 
 def _read(
@@ -115,6 +121,7 @@ def _read(
 
 
 def softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A softcap: None where the file says null, `default` where it says nothing."""
     if name in fields.values and fields.values[name] is None:
         return None
     return default if name not in fields.values else fields.number(name)

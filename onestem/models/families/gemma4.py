@@ -1,7 +1,7 @@
 """The text part of Gemma 4: as Gemma 3, with heads of two sizes.
 
 Layers that see all use keys as values (26B-A4B, 31B). Each layer has vectors of tokens, and layers
-share keys and values (E2B, E4B). Experts stand beside the MLP (26B-A4B).
+share keys and values (E2B, E4B). Experts are beside the MLP (26B-A4B).
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import Any
 
 from onestem.models.description import (
     Description,
-    ExpertNames,
     Experts,
     LayerHeads,
     Rotary,
-    TensorNames,
-    TokenVectorNames,
 )
 from onestem.models.families import llama
-from onestem.models.families.gemma import softcap
+from onestem.models.families.gemma import BOTH_NORMS, softcap
 from onestem.models.families.shared import (
     IMAGE_MODEL,
     layer_windows,
@@ -29,6 +26,7 @@ from onestem.models.families.shared import (
     windowed_kinds,
 )
 from onestem.models.fields import Fields, is_integer
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
@@ -39,6 +37,27 @@ _ROPE = {
         "rope_theta": 1e6,
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+_NAMES = {
+    Role.SCALAR: "layer_scalar",
+    Role.TOKEN_VECTORS: "model.embed_tokens_per_layer",
+    Role.VECTORS_PROJECTION: "model.per_layer_model_projection",
+    Role.VECTORS_NORM: "model.per_layer_projection_norm",
+    Role.VECTORS_GATE: "per_layer_input_gate",
+    Role.VECTORS_OUTPUT: "per_layer_projection",
+    Role.VECTORS_OUTPUT_NORM: "post_per_layer_input_norm",
+    Role.ROUTER: "router.proj",
+    Role.ROUTER_SCALE: "router.scale",
+    Role.EXPERT_SCALES: "router.per_expert_scale",
+    Role.EXPERTS_UP: "experts.gate_up_proj",
+    Role.EXPERTS_DOWN: "experts.down_proj",
+    Role.EXPERT_GATE: "experts.{}.gate_proj",
+    Role.EXPERT_UP: "experts.{}.up_proj",
+    Role.EXPERT_DOWN: "experts.{}.down_proj",
+    Role.EXPERTS_INPUT_NORM: "pre_feedforward_layernorm_2",
+    Role.EXPERTS_OUTPUT_NORM: "post_feedforward_layernorm_2",
+    Role.MLP_NORM: "post_feedforward_layernorm_1",
 }
 
 
@@ -88,6 +107,7 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
+    """As in `gemma`, with vectors of tokens and experts where the model has them."""
     # Files also hold key and value weights of layers that read another layer's: these are unused.
     unread = (
         f"{stem}layers.{layer}.self_attn.{part}"
@@ -98,18 +118,7 @@ def names(description: Description) -> TensorNames:
     )
     others = ("embed_vision.", "embed_audio.", "audio_tower.", "vision_embedder.")
     return replace(
-        llama.names(description),
-        output_norm="post_attention_layernorm",
-        post_norm="pre_feedforward_layernorm",
-        down_norm="post_feedforward_layernorm",
-        layer_scalar="layer_scalar",
-        token_vectors=TokenVectorNames() if description.token_vectors else None,
-        experts=ExpertNames(
-            router="router.proj",
-            up="experts.gate_up_proj",
-            down="experts.down_proj",
-            each="experts.{}.",
-        ),
+        llama.names(description).having({**BOTH_NORMS, **_NAMES}),
         renamed=IMAGE_MODEL["renamed"],
         beside=(
             *IMAGE_MODEL["beside"],

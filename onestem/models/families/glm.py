@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, Rotary, TensorNames
+from onestem.models.description import Description, Rotary
 from onestem.models.families import llama
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of GLM-4: half of each head's dimensions turn, in pairs of neighbours."""
     common = llama.plain(fields, architecture, head_dim=128, turned=0.5, norm_eps=1.5625e-07)
     assert isinstance(common.positions, Rotary)
     return replace(
@@ -25,7 +27,10 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    of_llama = replace(llama.names(description), up=("mlp.gate_up_proj",))
+    """As in `llama`, with gate and up in one projection; the models of 2025 have more norms."""
+    fused = llama.names(description).having({Role.GATE: None, Role.UP: "mlp.gate_up_proj"})
     if description.architecture == "GlmForCausalLM":
-        return of_llama
-    return replace(of_llama, output_norm="post_self_attn_layernorm", down_norm="post_mlp_layernorm")
+        return fused
+    return fused.having(
+        {Role.OUTPUT_NORM: "post_self_attn_layernorm", Role.DOWN_NORM: "post_mlp_layernorm"}
+    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from onestem.models.description import Description, Learned, TensorNames
+from onestem.models.description import Description, Learned
 from onestem.models.families.shared import gelu
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of GPT-2. Attention that scales its scores by layer is refused."""
     fields.refuse_others(
         scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
     )
@@ -41,17 +43,22 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
+    """Its weights are stored as `[in_features, out_features]`."""
+    names = {
+        Role.EMBEDDING: "transformer.wte",
+        Role.POSITIONS: "transformer.wpe",
+        Role.INPUT_NORM: "ln_1",
+        Role.QKV: "attn.c_attn",
+        Role.OUTPUT: "attn.c_proj",
+        Role.POST_NORM: "ln_2",
+        Role.UP: "mlp.c_fc",
+        Role.DOWN: "mlp.c_proj",
+        Role.NORM: "transformer.ln_f",
+        Role.HEAD: "lm_head",
+    }
     return TensorNames(
-        embedding="transformer.wte",
-        positions="transformer.wpe",
+        names,
         layer="transformer.h.{}.",
-        input_norm="ln_1",
-        qkv=("attn.c_attn",),
-        output="attn.c_proj",
-        post_norm="ln_2",
-        up=("mlp.c_fc",),
-        down="mlp.c_proj",
-        norm="transformer.ln_f",
         prefix="transformer.",
         transposed=True,
         ignored=(".attn.bias", ".attn.masked_bias"),

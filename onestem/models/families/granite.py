@@ -13,6 +13,7 @@ __all__ = ["read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of Granite: as Llama, with four factors."""
     bias = fields.boolean("attention_bias", False)
     return replace(
         llama.plain(fields, architecture),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, Rotary, TensorNames
+from onestem.models.description import Description, Rotary
 from onestem.models.families.shared import layer_windows, rotary
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "plain", "read"]
 
@@ -14,6 +15,7 @@ _MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of Llama, Mistral, Ministral, Qwen2 and Qwen3."""
     qwen3 = architecture == "Qwen3ForCausalLM"
     common = plain(fields, architecture, head_dim=128 if qwen3 else None)
     qkv_bias, o_bias = _attention_biases(fields, architecture)
@@ -69,20 +71,24 @@ def plain(
 
 
 def names(description: Description) -> TensorNames:
-    normed = description.qk_norm or description.qk_norm_of_all
-    return TensorNames(
-        embedding="model.embed_tokens",
-        layer="model.layers.{}.",
-        input_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output="self_attn.o_proj",
-        post_norm="post_attention_layernorm",
-        up=("mlp.gate_proj", "mlp.up_proj"),
-        down="mlp.down_proj",
-        norm="model.norm",
-        prefix="model.",
-        qk_norm=("self_attn.q_norm", "self_attn.k_norm") if normed else (),
-    )
+    """Names that most families use."""
+    names = {
+        Role.EMBEDDING: "model.embed_tokens",
+        Role.INPUT_NORM: "input_layernorm",
+        Role.Q: "self_attn.q_proj",
+        Role.K: "self_attn.k_proj",
+        Role.V: "self_attn.v_proj",
+        Role.OUTPUT: "self_attn.o_proj",
+        Role.POST_NORM: "post_attention_layernorm",
+        Role.GATE: "mlp.gate_proj",
+        Role.UP: "mlp.up_proj",
+        Role.DOWN: "mlp.down_proj",
+        Role.NORM: "model.norm",
+        Role.HEAD: "lm_head",
+    }
+    if description.qk_norm or description.qk_norm_of_all:
+        names |= {Role.Q_NORM: "self_attn.q_norm", Role.K_NORM: "self_attn.k_norm"}
+    return TensorNames(names, layer="model.layers.{}.", prefix="model.")
 
 
 def _attention_biases(fields: Fields, architecture: str) -> tuple[bool, bool]:

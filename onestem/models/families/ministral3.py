@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, QueryGrowth, TensorNames
+from onestem.models.description import Description, QueryGrowth
 from onestem.models.families import llama
 from onestem.models.families.shared import IMAGE_MODEL, text_fields
 from onestem.models.fields import Fields
+from onestem.models.names import TensorNames
 
 __all__ = ["names", "read", "read_image_model"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of Ministral 3: queries grow with their position where the file says so."""
     fields.refuse_others(sliding_window=None)
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
     if not rope:
@@ -27,6 +29,7 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def read_image_model(fields: Fields, architecture: str) -> Description:
+    """Description of the text part of a model that reads images: of Ministral 3, or of Mistral."""
     text = text_fields(fields)
     kind = text.values.get("model_type")
     if kind not in ("mistral", "ministral3"):
@@ -39,6 +42,7 @@ def read_image_model(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
+    """As in `llama`; models that read images have some names in two ways."""
     of_llama = llama.names(description)
     if description.architecture == "Mistral3ForConditionalGeneration":
         return replace(of_llama, **IMAGE_MODEL)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from onestem.models.description import Alibi, Description, TensorNames
+from onestem.models.description import Alibi, Description
 from onestem.models.families.shared import gelu
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of MPT, which has ALiBi and no biases."""
     attention = Fields(fields.mapping("attn_config"), f"{fields.source}: attn_config")
     _refuse_what_changes_the_model(fields, attention)
     hidden_size = fields.positive("d_model")
@@ -38,18 +40,19 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    return TensorNames(
-        embedding="transformer.wte",
-        layer="transformer.blocks.{}.",
-        input_norm="norm_1",
-        qkv=("attn.Wqkv",),
-        output="attn.out_proj",
-        post_norm="norm_2",
-        up=("ffn.up_proj",),
-        down="ffn.down_proj",
-        norm="transformer.norm_f",
-        prefix="transformer.",
-    )
+    """One projection for q, k and v, in this order."""
+    names = {
+        Role.EMBEDDING: "transformer.wte",
+        Role.INPUT_NORM: "norm_1",
+        Role.QKV: "attn.Wqkv",
+        Role.OUTPUT: "attn.out_proj",
+        Role.POST_NORM: "norm_2",
+        Role.UP: "ffn.up_proj",
+        Role.DOWN: "ffn.down_proj",
+        Role.NORM: "transformer.norm_f",
+        Role.HEAD: "lm_head",
+    }
+    return TensorNames(names, layer="transformer.blocks.{}.", prefix="transformer.")
 
 
 def _refuse_what_changes_the_model(fields: Fields, attention: Fields) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, Rotary, TensorNames
+from onestem.models.description import Description, Rotary
 from onestem.models.families import llama
 from onestem.models.families.shared import (
     layer_windows,
@@ -14,17 +14,20 @@ from onestem.models.families.shared import (
     windowed_kinds,
 )
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read_olmo2", "read_olmo3"]
 
 
 def read_olmo2(fields: Fields, architecture: str, positions: Rotary | None = None) -> Description:
+    """Description of OLMo 2. `positions`: RoPE that was read already."""
     bias = fields.boolean("attention_bias", False)
     common = llama.plain(fields, architecture, norm_eps=1e-5, positions=positions)
     return replace(common, qkv_bias=bias, o_bias=bias, qk_norm_of_all=True)
 
 
 def read_olmo3(fields: Fields, architecture: str) -> Description:
+    """Description of OLMo 3, whose layers with a window have a RoPE of their own."""
     head_dim = fields.head_dim("hidden_size", "num_attention_heads")
     full, windowed = window_rotaries(
         fields, head_dim, fields.positive("max_position_embeddings"), theta=500000.0
@@ -37,10 +40,12 @@ def read_olmo3(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    return replace(
-        llama.names(description),
-        input_norm=None,
-        output_norm="post_attention_layernorm",
-        post_norm=None,
-        down_norm="post_feedforward_layernorm",
+    """As in `llama`, with norms after attention and MLP alone."""
+    return llama.names(description).having(
+        {
+            Role.INPUT_NORM: None,
+            Role.OUTPUT_NORM: "post_attention_layernorm",
+            Role.POST_NORM: None,
+            Role.DOWN_NORM: "post_feedforward_layernorm",
+        }
     )

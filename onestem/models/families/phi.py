@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from onestem.models.description import Description, TensorNames
+from onestem.models.description import Description
 from onestem.models.families.shared import gelu, rotary
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of Phi-1, 1.5 and 2: biases everywhere, and a part of each head turns."""
     fields.refuse_others(qk_layernorm=False)
     num_q_heads = fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
@@ -42,15 +44,17 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    return TensorNames(
-        embedding="model.embed_tokens",
-        layer="model.layers.{}.",
-        input_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output="self_attn.dense",
-        post_norm=None,
-        up=("mlp.fc1",),
-        down="mlp.fc2",
-        norm="model.final_layernorm",
-        prefix="model.",
-    )
+    """One norm for attention and MLP."""
+    names = {
+        Role.EMBEDDING: "model.embed_tokens",
+        Role.INPUT_NORM: "input_layernorm",
+        Role.Q: "self_attn.q_proj",
+        Role.K: "self_attn.k_proj",
+        Role.V: "self_attn.v_proj",
+        Role.OUTPUT: "self_attn.dense",
+        Role.UP: "mlp.fc1",
+        Role.DOWN: "mlp.fc2",
+        Role.NORM: "model.final_layernorm",
+        Role.HEAD: "lm_head",
+    }
+    return TensorNames(names, layer="model.layers.{}.", prefix="model.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, LongRope, Rotary, TensorNames
+from onestem.models.description import Description, LongRope, Rotary
 from onestem.models.families import llama
 from onestem.models.fields import Fields
+from onestem.models.names import Role, TensorNames
 
 __all__ = ["names", "read"]
 
@@ -16,6 +17,7 @@ TRAINED_POSITIONS = 4096  # before scaling, where the file does not say
 
 
 def read(fields: Fields, architecture: str) -> Description:
+    """Description of Phi-3 and 4. A window that no position reaches is left out."""
     fields.refuse_others(attention_bias=False)
     if fields.values.get("original_max_position_embeddings") is None:
         given = {**fields.values, "original_max_position_embeddings": TRAINED_POSITIONS}
@@ -31,4 +33,7 @@ def read(fields: Fields, architecture: str) -> Description:
 
 
 def names(description: Description) -> TensorNames:
-    return replace(llama.names(description), qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+    """As in `llama`, with q, k and v in one projection, and gate and up in another."""
+    fused: dict[Role, str | None] = dict.fromkeys((Role.Q, Role.K, Role.V, Role.GATE))
+    fused |= {Role.QKV: "self_attn.qkv_proj", Role.UP: "mlp.gate_up_proj"}
+    return llama.names(description).having(fused)

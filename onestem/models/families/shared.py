@@ -99,6 +99,7 @@ def _refuse_both(fields: Fields) -> None:
 
 
 def rotary_by_window(windows: Sequence[int | None], full: Rotary, windowed: Rotary) -> LayerRotary:
+    """`windowed` in layers that have a window, `full` in the others."""
     return LayerRotary(tuple(full if window is None else windowed for window in windows))
 
 

@@ -16,9 +16,10 @@ from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight
 from onestem.models.mlp import ExpertProducts
+from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.sizes import rounds_head, target_of
-from onestem.models.tensors import Role, Tensors, TensorSpec
+from onestem.models.tensors import Tensors, TensorSpec
 from onestem.models.weights import checked_config
 from onestem.ops.experts import GroupedWeight
 from onestem.ops.layers import TorchLayers
@@ -134,9 +135,8 @@ def _quantised_experts(
     """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
     names = tensors.config.tensor_names
     for layer, whole in tensors.of_experts():
-        assert names.experts is not None
         if whole.role is Role.EXPERTS_UP:
-            module = (names.layer.format(layer) + names.experts.each).partition(".{}")[0]
+            module = (names.layer.format(layer) + names[Role.EXPERT_GATE]).partition(".{}")[0]
             if whole.scales is not None or any(one.startswith(f"{module}.") for one in schemes):
                 yield layer, module
 

@@ -32,10 +32,12 @@ class Channels:
     scales: Tensor
 
     def rows(self, at: Tensor) -> Channels:
+        """The rows `at` (int64)."""
         return Channels(self.codes[at], self.scales[at])
 
     @property
     def in_features(self) -> int:
+        """Inputs, one for each column."""
         return self.codes.shape[1]
 
     def dense(self) -> Tensor:
@@ -65,11 +67,13 @@ class Groups:
     order: Tensor | None = None
 
     def rows(self, at: Tensor) -> Groups:
+        """The rows `at` (int64)."""
         zeros = None if self.zeros is None else self.zeros[at]
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
     @property
     def in_features(self) -> int:
+        """Inputs, which may be fewer than columns (`order`)."""
         return self.codes.shape[1] if self.order is None else int(self.order.max()) + 1
 
     def dense(self) -> Tensor:

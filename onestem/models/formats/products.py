@@ -374,6 +374,7 @@ class RoundedHead(Head):
         return self.rounded.product(x, None, out)
 
     def tensors(self) -> list[Tensor]:
+        """See `Head`."""
         return self.rounded.tensors() + ([] if self.bias is None else [self.bias])
 
 

@@ -2,8 +2,8 @@
 
 `configs/DEVICE.json` holds a list of objects: `dtype`, `head_dim`, `group` (the shape it was tuned
 for) and the fields of `KernelConfig`. Among those of the same dtype, head_dim and kernel (Hopper's
-or its twin), the one with the nearest group is used. `onestem tune` writes such a file; nothing is
-tuned at start.
+or its twin), the one with the nearest group is used. `onestem bench tune` writes such a file;
+nothing is tuned at start.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ __all__ = ["MOST_LEADING", "TritonSampling"]
 
 MOST_LEADING = 256  # a larger top-k is found by bisection
 
-# Tuned on an H200 (`benchmarks.sampling`): approximate programs over all rows. Then tokens that a
+# Tuned on an H200 (`onestem_lab.sampling`): approximate programs over all rows. Then tokens that a
 # program reads at a time, and its warps: for rows with several programs, for rows with one, and for
 # its search for leading tokens.
 _PROGRAMS = 2048

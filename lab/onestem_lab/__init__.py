@@ -1,0 +1,1 @@
+"""Onestem's laboratory: benchmarks, the papers' experiments, and other engines beside it."""

@@ -1,0 +1,271 @@
+"""Weights of 8 and 4 bits on a CPU: steps of whole models against llama.cpp, in turns.
+
+    python -m onestem_lab.cpu_weights --peer DIR --models FOLDER [--shapes qwen2.5-0.5b,qwen3-4b]
+
+DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made, FOLDER takes the
+files that it multiplies (random weights of the shapes, written once). Steps are of the engine here
+and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode behind 16 tokens.
+Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8
+products (with AMX `int4`: bfloat16), whichever is longer, both measured in the same run.
+
+llama.cpp runs with flash attention and without, its weights repacked and as they are; the fastest
+counts, of each kind of step. `--threads 1` and seconds of the process's processor (`cpu`) tell
+products apart on a machine that others use; with more threads the wall's count. Written to
+lab/results/cpu-weights.json.
+
+A machine with AMX measures as one without by `ONESTEM_CPU_ISA=avx512_bf16` and
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` here, and a llama.cpp that is built with
+`CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"`, `CXXFLAGS` alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onestem.engine.engine import Engine
+from onestem.llm import LLM
+from onestem.models.config import GenerationDefaults
+from onestem.ops.cpu import chosen_isa, status
+from onestem.options import EngineOptions
+from onestem.request import Request, SamplingParams
+from onestem.shapes import find_shape
+from onestem_lab.attention.rates import measure_rates
+from onestem_lab.results import RESULTS, machine
+
+PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
+STEPS = ("prefill 512", "decode 1", "decode 64")
+# Of a prompt: on a machine with AMX, and on one without.
+PREFILL, PREFILL_PLAIN = 3.0, 1.5
+CONTEXT = 16
+CLOCKS = ("wall", "cpu")
+RUNNERS = Path(__file__).parent / "peers" / "runners"
+
+
+class Ours:
+    """Steps of an engine, one at a time."""
+
+    def __init__(self, shape: str, form: str, threads: int) -> None:
+        llm = LLM(f"shape:{shape}", device="cpu", dtype="bfloat16", quantization=form,
+                  threads=threads, kv_memory="0.5GB")  # fmt: skip
+        self.decoder, self.number = llm.decoder, 0
+        self.random = np.random.default_rng(0)
+        self.engine = Engine(
+            llm.decoder,
+            None,
+            GenerationDefaults(),
+            EngineOptions(max_step_tokens=2048),
+            num_pages=512,
+        )
+
+    def take(self, step: str) -> list[float]:
+        kind, count = step.split()
+        return self._prefill(int(count)) if kind == "prefill" else self._decode(int(count))
+
+    def _add(self, tokens: int, answer: int) -> None:
+        self.number += 1
+        ids = self.random.integers(0, self.decoder.config.vocab_size, tokens).tolist()
+        params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+        self.engine.add_request(
+            Request(request_id=str(self.number), prompt_token_ids=ids, params=params)
+        )
+
+    def _prefill(self, tokens: int) -> list[float]:
+        self._add(tokens, 1)
+        seconds = self._step()
+        self._finish()
+        return seconds
+
+    def _decode(self, rows: int) -> list[float]:
+        for _ in range(rows):
+            self._add(CONTEXT, 6)
+        found = []
+        while self.engine.has_unfinished():
+            seconds = self._step()
+            if len(self.engine.order) == rows and not self.engine.order.chunks:
+                found.append(seconds)
+        self._finish()
+        return [min(values) for values in zip(*found, strict=True)]
+
+    def _step(self) -> list[float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.engine.step()
+        return [time.perf_counter() - wall, time.process_time() - cpu]
+
+    def _finish(self) -> None:
+        while self.engine.has_unfinished():
+            self.engine.step()
+        self.engine.cache.clear()
+
+
+class Peer:
+    """Steps of llama.cpp, in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.system = json.loads(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"llama.cpp ended with status {self.process.wait()}")
+        return line
+
+    def take(self, step: str) -> list[float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
+        return [float(value) for value in json.loads(self._line())]
+
+
+@contextmanager
+def peer(python: Path, model: Path, threads: int, flash: int, extra: int) -> Iterator[Peer]:
+    command = [python, "step_llama_cpp.py", model, threads, CONTEXT, flash, extra]
+    with subprocess.Popen(
+        [str(part) for part in command],
+        cwd=RUNNERS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            yield Peer(process)
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--shapes", default="qwen2.5-0.5b,qwen3-4b")
+    parser.add_argument("--formats", default="int8,int4")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--settings", default="00,01,10,11", help="flash attention, repacked")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cpu-weights.json")
+    options = parser.parse_args()
+    clock = "cpu" if options.threads == 1 else "wall"
+    python, models = options.peer.resolve() / "bin" / "python", options.models.resolve()
+    models.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    entries: list[dict[str, Any]] = []
+    for shape, form in product(options.shapes.split(","), options.formats.split(",")):
+        model = _written(python, shape, models, PEERS[form], options.threads)
+        for setting in options.settings.split(","):
+            entry = _compared(python, model, shape, form, setting, options)
+            entries.append(entry)
+            shown = {step: entry[step]["ratio"][clock] for step in STEPS}
+            rounded = {step: round(one, 2) for step, one in shown.items()}
+            print(shape, form, setting, rounded, flush=True)
+            result = {
+                "command": "python -m onestem_lab.cpu_weights --peer DIR --models FOLDER "
+                f"--shapes {options.shapes} --formats {options.formats} "
+                f"--threads {options.threads} --turns {options.turns} "
+                f"--settings {options.settings}",
+                "date": str(date.today()),
+                "machine": machine(),
+                "extension": status().replace(f"{sys.prefix}/", ""),
+                "asked": asked(),
+                "entries": entries,
+            }
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def asked() -> dict[str, float]:
+    """Ratios to llama.cpp that are the goal with the instruction set that is used."""
+    prefill = PREFILL if chosen_isa().startswith("amx") else PREFILL_PLAIN
+    return dict(zip(STEPS, (prefill, 0.95, 2.5), strict=True))
+
+
+def _written(python: Path, shape: str, models: Path, kind: str, threads: int) -> Path:
+    code = (
+        "import sys; from pathlib import Path; from gguf_random import quantised_model; "
+        "config, work, kind, threads = sys.argv[1:]; "
+        "print(quantised_model(Path(config), Path(work), kind, int(threads)))"
+    )
+    config = find_shape(shape) / "config.json"
+    command = [str(one) for one in (python, "-c", code, config, models, kind, threads)]
+    found = subprocess.run(command, cwd=RUNNERS, check=True, capture_output=True, text=True)
+    return Path(found.stdout.split()[-1])
+
+
+def _compared(
+    python: Path, model: Path, shape: str, form: str, setting: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    with ExitStack() as stack:
+        flash, extra = map(int, setting)
+        theirs = stack.enter_context(peer(python, model, options.threads, flash, extra))
+        ours = Ours(shape, form, options.threads)
+        rates = measure_rates(torch.device("cpu"), torch.bfloat16)
+        seconds: dict[str, list[tuple[list[float], list[float]]]] = {step: [] for step in STEPS}
+        for _ in range(options.turns):
+            for step in STEPS:
+                seconds[step].append((ours.take(step), theirs.take(step)))
+            rates = rates.better(measure_rates(torch.device("cpu"), torch.bfloat16))
+        entry: dict[str, Any] = {
+            "shape": shape,
+            "format": form,
+            "weight_bytes": _read_bytes(ours),
+            "peer_bytes": model.stat().st_size,
+            "peer": {
+                "type": model.stem,
+                "flash_attention": flash,
+                "repacked": extra,
+                "system": theirs.system,
+            },
+            "memory_bytes_per_s": rates.bytes,
+            "bfloat16_flops_per_s": rates.flops,
+        }
+    for step, turns in seconds.items():
+        entry[step] = {"floor_ms": 1e3 * _floor(step, entry, ours)}
+        for name, side in (("ms", 0), ("peer_ms", 1)):
+            entry[step][name] = {
+                clock: {
+                    "median": 1e3 * statistics.median(turn[side][i] for turn in turns),
+                    "least": 1e3 * min(turn[side][i] for turn in turns),
+                }
+                for i, clock in enumerate(CLOCKS)
+            }
+        entry[step]["ratio"] = {
+            clock: statistics.median(theirs[i] / mine[i] for mine, theirs in turns)
+            for i, clock in enumerate(CLOCKS)
+        }
+    return entry
+
+
+def _read_bytes(ours: Ours) -> int:
+    """Of weights that a step reads: all but the embedding, of which it reads some rows."""
+    decoder = ours.decoder
+    return decoder.weight_bytes - decoder.embedding.nbytes
+
+
+def _floor(step: str, entry: dict[str, Any], ours: Ours) -> float:
+    kind, count = step.split()
+    config = ours.decoder.config
+    head = config.vocab_size * config.hidden_size
+    layers = ours.decoder.num_parameters - head
+    in_bytes = entry["format"] == "int8" or chosen_isa() == "avx512_bf16"
+    rate = entry["bfloat16_flops_per_s"] * (2 if in_bytes else 1)
+    flops = 2.0 * int(count) * layers + 2.0 * head * (1 if kind == "prefill" else int(count))
+    return max(entry["weight_bytes"] / entry["memory_bytes_per_s"], flops / rate)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

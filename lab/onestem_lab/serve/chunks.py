@@ -1,0 +1,214 @@
+"""What a chunk of a stream costs the HTTP process: chunks per second of its own CPU time.
+
+    python -m onestem_lab.serve.chunks [--streams 64] [--seconds 5] [--rounds 5] [--before DIR]
+
+The engine process is one that sends tokens at a fixed pace and computes nothing, the clients are a
+process that counts the events of raw sockets. The pace is below the one at which chunks grow, so
+that each token is a chunk. CPU seconds are those of the HTTP process alone, so that what else the
+machine does hardly matters. `--before`: a clone at another version; both run in turns, and medians
+are compared. Written to lab/results/serve-chunks.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from onestem_lab.results import RESULTS, ROOT, machine
+
+RESULT = RESULTS / "serve-chunks.json"
+KINDS = {"chat": "chat/completions", "completion": "completions"}
+PACE = 7000  # tokens a second, of all streams: below CHUNKS_PER_SECOND
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", type=Path, metavar="DIR")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(_serve(options.profile))
+        return
+    versions = {"now": ROOT} | ({"before": options.before} if options.before else {})
+    found: dict[str, dict[str, list[float]]] = {
+        name: {kind: [] for kind in KINDS} for name in versions
+    }
+    for turn in range(options.rounds):
+        for name, folder in versions.items():
+            for kind in KINDS:
+                each = _measure(folder, kind, options)
+                found[name][kind].append(each)
+                print(f"{turn} {name:6} {kind:10} {each:8.0f} chunks per CPU second", flush=True)
+    result: dict[str, Any] = {
+        "command": f"python -m onestem_lab.serve.chunks --streams {options.streams} "
+        f"--seconds {options.seconds:g} --rounds {options.rounds}",
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "chunks_per_cpu_second": {
+            name: {kind: {"median": median(all_), "all": all_} for kind, all_ in kinds.items()}
+            for name, kinds in found.items()
+        },
+    }
+    if options.before:
+        result["ratio"] = {
+            kind: median(found["now"][kind]) / median(found["before"][kind]) for kind in KINDS
+        }
+        print(result["ratio"])
+    if not options.profile:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+# ----------------------------------------------------------------------------- clients
+
+
+def _measure(folder: Path, kind: str, options: argparse.Namespace) -> float:
+    """Chunks of streams, by CPU seconds of the process that sent them."""
+    command = [sys.executable, "-m", "onestem_lab.serve.chunks", "--serve"]
+    if options.profile:
+        command += ["--profile", str(options.profile)]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'lab'}"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=folder,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        sockets = [_ask(port, kind) for _ in range(options.streams)]
+        counts = [0] * len(sockets)
+        threading.Thread(target=_count, args=(sockets, counts), daemon=True).start()
+        time.sleep(1.0)
+        cpu, chunks = _told(server), sum(counts)
+        time.sleep(options.seconds)
+        cpu, chunks = _told(server) - cpu, sum(counts) - chunks
+        server.stdin.close()
+        server.wait()
+    if chunks < 0.8 * PACE * options.seconds:
+        print(f"  {chunks / options.seconds:.0f} chunks/s of {PACE}: the machine was busy")
+    return chunks / cpu
+
+
+def _told(server: subprocess.Popen[str]) -> float:
+    """The server's CPU seconds."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write("cpu\n")
+    server.stdin.flush()
+    return float(server.stdout.readline())
+
+
+def _ask(port: int, kind: str) -> socket.socket:
+    body: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True}
+    if kind == "chat":
+        body["messages"] = [{"role": "user", "content": "Hello"}]
+    else:
+        body["prompt"] = [1, 2, 3]
+    data = json.dumps(body).encode()
+    stream = socket.create_connection(("127.0.0.1", port))
+    stream.sendall(
+        f"POST /v1/{KINDS[kind]} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+    return stream
+
+
+def _count(sockets: list[socket.socket], counts: list[int]) -> None:
+    import selectors
+
+    with selectors.DefaultSelector() as waiting:
+        for number, stream in enumerate(sockets):
+            stream.setblocking(False)
+            waiting.register(stream, selectors.EVENT_READ, number)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                counts[key.data] += data.count(b"data: ")
+                if not data:
+                    waiting.unregister(key.fileobj)
+
+
+# ----------------------------------------------------------------------------- server
+
+
+class Engine:
+    """Speaks as the engine process does: a token for each stream, at a pace."""
+
+    async def launch(self) -> Any:
+        from onestem.server.link.process import connect
+
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
+        self.reader, self.writer = await connect(ours, None)
+        return self
+
+    def kill(self) -> None:
+        self.writer.close()
+
+    async def end(self) -> str:
+        return "ended"
+
+    def _run(self, end: socket.socket) -> None:
+        command = [sys.executable, "-m", "onestem_lab.serve.paced_engine", str(end.fileno())]
+        subprocess.run(command, pass_fds=[end.fileno()], check=False)
+
+
+async def _serve(profile: Path | None) -> None:
+    from onestem.engine.text.tokenizer import Tokenizer
+    from onestem.models.find import find_model
+    from onestem.options import EMBEDDED
+    from onestem.server.run import HttpServer, bind
+    from onestem.server.service import Service
+    from onestem.server.settings import Settings
+
+    path = find_model(EMBEDDED)
+    with tempfile.TemporaryDirectory() as state:
+        settings = Settings(state=state, grace=0, timeout=3600)
+        service = Service(settings, path, Tokenizer.from_directory(path), Engine())
+        await service.start()
+        listener = bind("127.0.0.1", 0)
+        server = HttpServer(service)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        print(listener.getsockname()[1], flush=True)
+        profiler = None
+        if profile is not None:
+            import cProfile
+
+            profiler = cProfile.Profile()
+            profiler.enable()
+        while await asyncio.to_thread(sys.stdin.readline):
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            print(usage.ru_utime + usage.ru_stime, flush=True)
+        if profiler is not None:
+            profiler.disable()
+            profiler.dump_stats(profile)
+        server.begin_to_stop()
+        serving.cancel()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What checkpoints call a model's tensors: values, no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["Role", "TensorNames"]
+
+
+class Role(enum.Enum):
+    """What a tensor is for. A layer, or the model around its layers, has at most one of a role,
+    and beside a weight its bias."""
+
+    # Of the model.
+    EMBEDDING = enum.auto()
+    POSITIONS = enum.auto()  # learned
+    NORM = enum.auto()
+    HEAD = enum.auto()
+    HEAD_BIAS = enum.auto()  # a tied head has no weight, but may have a bias
+    TOKEN_VECTORS = enum.auto()  # vectors of all layers, side by side
+    VECTORS_PROJECTION = enum.auto()  # of embeddings; its result is added to the vectors
+    VECTORS_NORM = enum.auto()  # of the projection's result, for each layer
+
+    # Of a layer. Norms before attention and before the MLP: without INPUT_NORM attention reads the
+    # residual itself; without POST_NORM the MLP reads what attention reads, or in a sequential
+    # block the residual. Norms of the results of both, before they are added.
+    INPUT_NORM = enum.auto()
+    POST_NORM = enum.auto()
+    OUTPUT_NORM = enum.auto()
+    DOWN_NORM = enum.auto()
+    QKV = enum.auto()  # or these three
+    Q = enum.auto()
+    K = enum.auto()
+    V = enum.auto()
+    Q_NORM = enum.auto()
+    K_NORM = enum.auto()
+    SINKS = enum.auto()
+    OUTPUT = enum.auto()
+    GATE = enum.auto()
+    UP = enum.auto()  # in a gated MLP without GATE: both, gate first
+    DOWN = enum.auto()
+    SCALAR = enum.auto()  # factor of the layer's result, the residual included
+    VECTORS_GATE = enum.auto()
+    VECTORS_OUTPUT = enum.auto()
+    VECTORS_OUTPUT_NORM = enum.auto()
+
+    # Of a layer with experts.
+    ROUTER = enum.auto()
+    ROUTER_SCALE = enum.auto()
+    CORRECTION = enum.auto()
+    EXPERTS_UP = enum.auto()  # gate and up of all experts
+    EXPERTS_DOWN = enum.auto()
+    EXPERT_GATE = enum.auto()  # of one expert, which a file may hold instead
+    EXPERT_UP = enum.auto()
+    EXPERT_DOWN = enum.auto()
+    EXPERT_SCALES = enum.auto()
+    EXPERTS_INPUT_NORM = enum.auto()  # of what experts read
+    EXPERTS_OUTPUT_NORM = enum.auto()  # of what they return
+    MLP_NORM = enum.auto()  # of what the MLP beside them returns
+    SHARED_GATE = enum.auto()
+    SHARED_UP = enum.auto()
+    SHARED_DOWN = enum.auto()
+    SHARED_FACTOR = enum.auto()  # `Experts.shared_gate`
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names in a checkpoint.
+
+    Attributes:
+        names: of modules, whose tensors are `.weight` and `.bias`, or of tensors: sinks, scalars,
+            scales, the router's correction, and weights of all experts, with the suffixes `_bias`,
+            and for mxfp4 `_blocks` and `_scales`. Names of one expert have a place for its index.
+        layer: what names within a layer begin with, with a place for its index.
+        prefix: of all names; a checkpoint of the model without its head leaves it out.
+        transposed: whether weights of linear layers are `[in_features, out_features]`.
+        grouped: rows of the single projection are ordered by KV head: its query heads, its k, its
+            v. Otherwise all q, all k, all v.
+        alternating: rows of gate and up of all experts alternate, and weights of all experts are
+            transposed except in mxfp4. Otherwise gate, then up.
+        renamed: (prefix of a name in some checkpoints, the prefix here).
+        ignored: suffixes of names of buffers that follow from the configuration.
+        beside: prefixes of names of parts that are not computed, like an image encoder's.
+    """
+
+    names: Mapping[Role, str]
+    layer: str
+    prefix: str
+    transposed: bool = False
+    grouped: bool = False
+    alternating: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    beside: tuple[str, ...] = ()
+
+    def __getitem__(self, role: Role) -> str:
+        return self.names[role]
+
+    def __contains__(self, role: Role) -> bool:
+        return role in self.names
+
+    def having(self, names: Mapping[Role, str | None]) -> TensorNames:
+        """The same with some other names; None: there is no such tensor."""
+        merged = {**self.names, **names}
+        kept = {role: name for role, name in merged.items() if name is not None}
+        return replace(self, names=kept)
