@@ -32,6 +32,7 @@ class JobFeed:
         self._reading = False
 
     def extend(self, message: JobRequests) -> None:
+        """Take the job's next requests, after those that are here."""
         self._requests.extend(message.requests)
 
     def next_part(self) -> Iterator[Request] | None:
