@@ -150,7 +150,7 @@ class LLM(Beside):
 
         Args:
             prompts: one or several; also as vLLM's `{"prompt": text}` and `{"prompt_token_ids":
-                ids}`. The names of control tokens in a text are these tokens. BOS stands once: a
+                ids}`. The names of control tokens in a text are these tokens. BOS appears once: a
                 text may begin with it.
             sampling_params: one for all or one each.
             parse_special: False: the names of control tokens are characters.
@@ -559,6 +559,6 @@ class LLM(Beside):
 
 
 def _imported(request: Request) -> tuple[str, ...]:
-    """Keys of the modules that a request imports: requests with the same ones stand together."""
+    """Keys of the modules that a request imports: requests with the same ones are adjacent."""
     assert request.pml is not None
     return tuple(segment.key for segment in request.pml.segments if segment.key)

@@ -12,8 +12,8 @@ from torch import Tensor
 from onestem.checked import show
 from onestem.engine.step.runner import StepRunner
 from onestem.errors import RequestError
-from onestem.models.checkpoint import listed
 from onestem.models.decoder import Decoder
+from onestem.models.names import listed
 from onestem.models.updates import checked_tensors
 
 __all__ = ["TAGS", "Weights"]

@@ -521,7 +521,7 @@ class Sampler:
             blocks: logits float32 `[n_i, vocab]`, of which one is there at a time.
             rows: int64 `[m]`, ascending, and `tokens`: row `rows[i]` of all blocks scores
                 `tokens[i]`.
-            most: how many of the most probable ones, with ranks if they are told; None: one.
+            most: how many of the most probable ones, with ranks if they are asked for; None: one.
         """
         parts, first_row, at = [], 0, 0
         for logits in blocks:
