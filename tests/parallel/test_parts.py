@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
-from onestem.models import checkpoint
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
@@ -27,11 +26,13 @@ from onestem.models.linear import Layout
 from onestem.models.names import Role
 from onestem.models.part import part_of, sizes_of
 from onestem.models.ranks import ALONE, Ranks
+from onestem.models.shards import opened
 from onestem.models.sizes import weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.updates import checked_tensors, write_tensors
 from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built
+from onestem.shapes import find_shape, shape_names
 from tests.models.changed import changed_model, tensors_of
 from tests.models.dense import dense_attend, prompt
 from tests.models.quantised import FORMATS, mxfp4, quantised
@@ -86,6 +87,22 @@ def check(found: list[Tensor], whole: Tensor) -> None:
     assert found[0].shape == whole.shape
     assert (found[0] - whole).abs().max() <= TOLERANCE * whole.abs().max()
     assert torch.equal(found[0].argmax(1), whole.argmax(1))
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_a_rank_s_cuts_are_the_tensors_of_its_part(name: str) -> None:
+    """What the whole model's table says of a rank, and the table of the rank's smaller model."""
+    config = ModelConfig.from_directory(find_shape(name))
+    for size in (1, *SIZES, 8):
+        for rank in range(size if size in sizes_of(config) else 0):
+            ranks = Ranks(rank, size, None)
+            shapes = {}
+            for spec in Tensors(config, ranks):
+                shape = list(spec.shape)
+                if spec.cut is not None:
+                    shape[spec.cut.dim] = len(spec.cut)
+                shapes[spec.name] = tuple(shape)
+            assert shapes == Tensors(part_of(config, ranks)).shapes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -349,7 +366,7 @@ def test_each_rank_reads_its_part_alone(
     path = tiny(family)
     if name is not None:
         path = quantised(path, tmp_path / "quantised", FORMATS[name])
-    opened, read = checkpoint._opened, []
+    read: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
         read.append(tensor.nbytes)

@@ -116,7 +116,7 @@ class HalfOpenProtocol(H11Protocol):
 
     def _give_up_reader(self, unread: int, cycle: ref[RequestResponseCycle]) -> None:
         """Give up a client that has taken nothing of what it had not read. Where a further answer
-        was begun since, that cannot be told: look again."""
+        was begun since, that is not known: look again."""
         self._reader = None
         if self.cycle is cycle() and self.transport.get_write_buffer_size() >= unread:
             self.transport.abort()

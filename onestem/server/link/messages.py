@@ -103,7 +103,7 @@ class Prefetch:
 @dataclass(frozen=True)
 class Ask:
     """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers. `key`
-    and `weight` are of who asks to validate: see `GrammarCompiler.prepare`."""
+    and `weight` are of the request to validate: see `GrammarCompiler.prepare`."""
 
     token: int
     what: str

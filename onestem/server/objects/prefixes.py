@@ -1,8 +1,8 @@
 """Prefixes as objects: named, versioned, pinned in the engine, computed before they are ready.
 
-A prefix is a text, messages, or token ids. Messages stand before a chat's messages, token ids
-before a completion's prompt. A text does both: it is a chat's first system message, and stands
-unchanged before a completion's prompt. Both forms are pinned where the model has a chat template.
+A prefix is a text, messages, or token ids. Messages precede a chat's messages, token ids precede
+a completion's prompt. A text does both: it is a chat's first system message, and precedes a
+completion's prompt unchanged. Both forms are pinned where the model has a chat template.
 """
 
 from __future__ import annotations
