@@ -67,7 +67,7 @@ class Engine:
         requests: those that are here; jobs and pinned prefixes too.
         weights: of the model; they are written, put to sleep and woken there.
         limits: of a step; `step_seconds` may be changed between steps.
-        stats: what was computed; `reset_stats` begins anew.
+        stats: what was computed since `reset_stats`.
         tiers: where modules are kept, beside KV memory.
         trace: where each step is recorded, if anywhere; the engine closes it.
         is_paused: nothing is computed, though requests are taken.
@@ -410,7 +410,7 @@ class Engine:
             self.results.end_broken(sequence, error)
 
     def _recover(self, draft: StepDraft) -> None:
-        """After any exception: drop what is in flight; rows are made anew from the sequences."""
+        """After any exception: drop what is in flight; rows are rebuilt from the sequences."""
         with uninterrupted():
             self.launcher.abandon()
             self.scheduler.recover(draft)
@@ -436,7 +436,7 @@ class Engine:
         self.cache.check()
 
     def reset_stats(self) -> None:
-        """Count anew from here on; a trace begins anew."""
+        """Count from 0 again; a trace begins again."""
         self.stats.reset()
         self.scheduler.room.num_preempted = 0
         if self.trace is not None:

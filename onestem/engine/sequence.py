@@ -277,7 +277,7 @@ class Sequence:
 
     @property
     def next_place(self) -> int:
-        """Of one that decodes: where its next token stands in the pages of the run it writes."""
+        """Of one that decodes: where its next token goes in the pages of the run it writes."""
         run = self.run
         assert run is not None
         return run.offset + self.num_launched - run.start

@@ -20,7 +20,7 @@ _age = attrgetter("order")
 
 
 class Lane:
-    """Who runs, who computes a prompt, who decodes, and how many may.
+    """Which sequences run, compute a prompt or decode, and how many may.
 
     Args:
         is_job: whether it is the jobs'.

@@ -13,7 +13,7 @@ from onestem.engine.sequence import Sequence
 __all__ = ["ReservedPages"]
 
 
-# Steps after which the pages that running sequences will still need are counted anew. They become
+# Steps after which the pages that running sequences will still need are counted again. They become
 # fewer with time, but for new sequences, which are counted when admitted.
 COUNTED_STEPS = 16
 
@@ -84,7 +84,7 @@ class ReservedPages:
         return True
 
     def count(self, running: Iterable[Sequence]) -> None:
-        """Count anew, for all running sequences."""
+        """Count again, for all running sequences."""
         self._needs = {sequence: self._need(sequence) for sequence in running}
         needs = self._needs.values()
         self._soon = sum(need.soon for need in needs)

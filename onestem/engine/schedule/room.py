@@ -1,4 +1,4 @@
-"""KV memory for sequences: who is admitted, and who gives up memory for others."""
+"""KV memory for sequences: which are admitted, and which give up memory for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Room"]
 
 
 class Room:
-    """Who has memory. What is short is taken from the newest sequence, jobs first.
+    """Gives and takes memory. What is short is taken from the newest sequence, jobs first.
 
     Args:
         lanes: of running sequences; the last gives up its memory first.

@@ -31,7 +31,7 @@ class DecodingRows(Protocol):
         ...
 
     def page_ends(self) -> list[Sequence]:
-        """Sequences whose next token stands in a new page."""
+        """Sequences whose next token goes into a new page."""
         ...
 
 
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, lane: Lane) -> Sequence | None:
         """Admit the next sequence of a lane if memory allows. Where it is short, what is reserved
-        is counted anew before that is noted."""
+        is counted again before that is noted."""
         admitted = self._admit_next(draft, lane)
         if admitted is not None or draft.waits or draft.only is not None:
             return admitted

@@ -181,7 +181,7 @@ class BatchRows:
         return bool(self._staying(leave).any())
 
     def page_ends(self) -> list[Sequence]:
-        """Sequences whose next token stands in a new page, without those that have ended."""
+        """Sequences whose next token goes into a new page, without those that have ended."""
         fresh = self._fresh()
         if not len(fresh):
             return []
@@ -190,7 +190,7 @@ class BatchRows:
         return [sequence for sequence in found if sequence is not None]
 
     def _fresh(self) -> np.ndarray:
-        """Rows whose next token stands in a new page."""
+        """Rows whose next token goes into a new page."""
         place, size = self.rows.offset + self.rows.length, self._cache.pool.page_size
         return np.flatnonzero(place // size * size == place)
 
@@ -231,7 +231,7 @@ class BatchRows:
 
     def _insert(self, group: list[Sequence]) -> bool:
         """Add rows for sequences that see the same, beside the row that they share most with.
-        False: all rows should be made anew."""
+        False: all rows should be rebuilt."""
         path = group[0].path(self._cache.tree.num_splits)
         above = path[:-1]
         count, at, read = len(group), len(self.rows), 0
@@ -324,7 +324,7 @@ class BatchRows:
     # ----------------------------------------------------------------------------- anew
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
-        """Make all rows anew, from their sequences and new ones."""
+        """Make all rows again, from their sequences and new ones."""
         there = dict.fromkeys(s for s in self.sequences if s is not None)
         self._put([*there, *(s for s in newcomers if s not in there)])
 

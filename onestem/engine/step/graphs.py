@@ -40,7 +40,7 @@ BATCH_SIZES = (
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 
-# Steps of decodes after which their work list is made anew: it was balanced for the lengths of its
+# Steps of decodes after which their work list is made again: it was balanced for the lengths of its
 # time, and own runs grow.
 LIST_STEPS = 16
 

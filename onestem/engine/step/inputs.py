@@ -1,6 +1,6 @@
 """A step's tensors: ids, positions, slots to write, the attention plan, rows that want logits.
 
-Decodes come first, then chunks of prompts; within each, rows stand in depth-first order of the
+Decodes come first, then chunks of prompts; within each, rows are in depth-first order of the
 tree, so that a run's rows are neighbours.
 """
 
@@ -20,7 +20,7 @@ from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
 
 __all__ = ["DecodeLayout", "NewPages", "Rows", "StepInputs", "join_prompts"]
 
-# Page ids that a decode's own run may take before its plan must be laid out anew.
+# Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8
 
 
@@ -115,7 +115,7 @@ def join_prompts(
 
 
 def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
-    """What rows are sorted by: those that import the same stand together."""
+    """What rows are sorted by: those that import the same are adjacent."""
     return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
 
 
