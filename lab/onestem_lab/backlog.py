@@ -96,7 +96,7 @@ def answer(
     kv_bytes = options.kept * options.prefix * config.kv_values_per_token * 2
     with load(options.model, kv_memory=kv_bytes, max_passed=max_passed) as llm:
         order: list[int] = []
-        llm.engine.on_begin = lambda names: order.extend(map(int, names))
+        llm.engine.requests.on_begin = lambda names: order.extend(map(int, names))
         began = time.perf_counter()
         first, rows = first_tokens(llm.engine, prompts, options.output, [0] * len(prompts))
         seconds = time.perf_counter() - began
@@ -142,7 +142,7 @@ def first_tokens(
                 Request(request_id=str(i), prompt_token_ids=prompts[i], params=params, stream=True)
             )
         outputs, going_on = engine.step_news()
-        computed += len(engine.order.inputs.positions)
+        computed += len(engine.batch_rows.inputs.positions)
         now = computed + passed, time.perf_counter()
         for name in [o.request_id for o in outputs] + [s.request.request_id for s in going_on]:
             first.setdefault(name, now)

@@ -261,7 +261,7 @@ def run_job(job: Job, device: str, clock: Callable[[], float]) -> tuple[dict[str
         "peak_kv_tokens": stats.peak_kv_tokens,
         "num_preempted": stats.num_preempted,
         "model_seconds": stats.model_seconds,
-        "step_tokens": llm.engine.scheduler.budget.most,
+        "step_tokens": llm.engine.limits.step_tokens,
     }
     llm.close()
     n = np.full(len(prompts), job.n)

@@ -111,7 +111,7 @@ def main() -> None:
             "triton": triton.__version__,
             "transformers": transformers.__version__,
         },
-        "max_step_tokens": llm.engine.scheduler.budget.most,
+        "max_step_tokens": llm.engine.limits.step_tokens,
         "matrix_flops_per_s": rates.flops,
         "copy_bytes_per_s": rates.bytes,
     }

@@ -157,7 +157,7 @@ def time_waits(engine: Any, device: torch.device) -> list[float]:
     runner = engine.launcher.runner if hasattr(engine, "launcher") else engine._runner
     runner = getattr(runner, "_runner", runner)  # of rank 0
     runner._forward = timed(runner._forward)
-    engine._sampler.launch = timed(engine._sampler.launch)
+    engine.launcher.sampler.launch = timed(engine.launcher.sampler.launch)
     return waited
 
 

@@ -190,7 +190,7 @@ def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
 
 def test_a_grammar_that_takes_longer_than_the_request_has(tmp_path, tiny_model):
     def slow(llm):
-        llm.engine.prepare = lambda *request: Future()  # which nobody ends
+        llm.engine.requests.prepare = lambda *request: Future()  # which nobody ends
 
     with running(tmp_path, model=tiny_model, change=slow) as server, server.http() as http:
         asked = {"response_format": {"type": "json_object"}, "timeout": 0.05}

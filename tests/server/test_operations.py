@@ -159,7 +159,7 @@ def test_the_pages_events(server):
 @pytest.mark.parametrize(("asked", "seconds"), [(None, CPU_STEP_MS / 1000), (0, None), (50, 0.05)])
 def test_steps_of_a_server_are_bounded(tiny_model, asked, seconds):
     options = EngineOptions(model=tiny_model, device="cpu", kv_memory="1MiB", max_step_ms=asked)
-    assert load(options).scheduler.budget.seconds == seconds
+    assert load(options).limits.step_seconds == seconds
 
 
 def test_the_page_has_a_strict_policy(server):
