@@ -279,13 +279,15 @@ def compare(
     options: EngineOptions, case: BatchCase, *, warm_up: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
-    model of its own, after the one before has given its memory back."""
+    model of its own, after the one before has given its memory back. A trace has the steps of the
+    first."""
     from onestem.llm import LLM
 
     found: dict[str, dict[str, Any]] = {}
-    for share in dict.fromkeys((options.share, "off")):
-        with LLM.from_options(options.replace(share=share)) as llm:
-            found[share] = run_batch(llm, case, warm_up=warm_up)
+    for one in (options, options.replace(share="off", trace=None)):
+        if one.share not in found:
+            with LLM.from_options(one) as llm:
+                found[one.share] = run_batch(llm, case, warm_up=warm_up)
     return found
 
 

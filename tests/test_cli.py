@@ -491,6 +491,21 @@ def test_verbs_of_the_laboratory_say_how_to_get_it(monkeypatch):
     assert "pip install ./lab" in str(moved.exception)
 
 
+def test_bench_job_compares_sharing_with_none(model, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    told = onestem(
+        "bench", model, "--groups", 2, "--degree", 3, "--prefix", 30, "--distinct", 5, "--output",
+        4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB", "--trace", trace, "--json",
+    )  # fmt: skip
+    found = json.loads(told.stdout)
+    assert list(found) == ["model", "full", "off"]
+    assert found["full"]["tokens_sha256"] == found["off"]["tokens_sha256"]
+    computed = found["full"]["processed_prompt_tokens"]
+    assert (computed, found["off"]["processed_prompt_tokens"]) == (2 * (30 + 3 * 5), 6 * 35)
+    steps = list(map(json.loads, trace.read_text().splitlines()))
+    assert sum(step["prefix"] + step["distinct"] for step in steps) == computed
+
+
 def test_bench_batch_gives_equal_tokens_in_every_mode(model):
     args = (
         "bench",

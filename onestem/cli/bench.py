@@ -104,7 +104,7 @@ def job(
     """Time a job of prompts that share text, with sharing and without.
 
     Prompts are random token ids, answers greedy. --share names the mode that `off` is compared
-    with; with --share off that runs alone.
+    with; with --share off that runs alone. --trace has the steps of the named mode.
     """
     from onestem.bench import BatchCase, compare
 
