@@ -47,11 +47,14 @@ GPU_SHARE = 0.9  # of a GPU's free memory, for KV
 PENALTY_LIST_BYTES = 32 * 1024
 
 
-def build_engine(options: EngineOptions) -> Engine:
+def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
     """Load a model, and make the engine that runs it. `Engine.options` has no `auto` left.
 
     Where several devices hold the model, `Engine.team` is the processes of the others. Close it
     after the engine, when nothing holds the model any more.
+
+    Args:
+        path: of the model's directory, where it was found already: a hub is asked each time.
 
     Raises:
         OnestemError: with one line that says what is wrong and the way out.
@@ -62,7 +65,7 @@ def build_engine(options: EngineOptions) -> Engine:
         trace = None
         if options.trace is not None:
             trace = opened.enter_context(closing(StepTrace(options.trace)))
-        path = find_model(str(options.model))
+        path = path or find_model(str(options.model))
         config = ModelConfig.from_directory(path)
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
@@ -92,7 +95,7 @@ def build_engine(options: EngineOptions) -> Engine:
             team=team,
         )
         warm_up(engine)
-        _keep_modules(engine)
+        _keep_modules(engine, path)
         if trace is not None:
             engine.trace = trace
             trace.restart()
@@ -119,22 +122,22 @@ def _num_pages(
     return pages_of(memory, options.page_size, options.page_size * decoder.kv_bytes_per_token)
 
 
-def _keep_modules(engine: Engine) -> None:
-    """Give the engine the tiers below KV memory that its options name."""
+def _keep_modules(engine: Engine, path: Path) -> None:
+    """Give the engine the tiers below KV memory that its options name; `path`: of its model."""
     options, disk = engine.options, None
     host = parse_memory(options.module_host_memory)
     if options.module_disk is not None:
         most = parse_memory(options.module_disk_memory)
-        disk = DiskStore(Path(options.module_disk), most, modules_identity(options))
+        disk = DiskStore(Path(options.module_disk), most, modules_identity(options, path))
     engine.keep_modules(host=HostStore(host) if host > 0 else None, disk=disk)
 
 
-def modules_identity(options: EngineOptions) -> str:
-    """What keys and values depend on besides a module's key; `options` are an engine's."""
+def modules_identity(options: EngineOptions, path: Path) -> str:
+    """What keys and values depend on besides a module's key; `options` are an engine's, `path` is
+    its model's directory."""
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
-    model = model_identity(find_model(str(options.model)))
-    return f"{model} torch.{options.dtype}{made_up}{rounded}"
+    return f"{model_identity(path)} torch.{options.dtype}{made_up}{rounded}"
 
 
 def pick_device(name: str) -> torch.device:

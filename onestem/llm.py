@@ -83,7 +83,7 @@ class LLM(Beside):
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)
-        engine = build_engine(options)
+        engine = build_engine(options, self.path)
         self.options = engine.options
         self.team = engine.team
         self.decoder = engine.weights.decoder

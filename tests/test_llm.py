@@ -23,6 +23,7 @@ import onestem
 from onestem import LLM, SamplingParams
 from onestem.build import largest_decode, modules_identity, pick_device
 from onestem.errors import ConfigError, RequestError
+from onestem.models.find import find_model
 from onestem.options import Levels, parse_memory
 from onestem.scores import ScoreTree
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
@@ -151,6 +152,20 @@ def test_levels_change_what_is_computed_and_no_answer(model):
                 assert computed[levels] <= plan.report.processed_tokens
     assert all(found == answers["all"] for found in answers.values())
     assert computed["all"] < computed["one"]
+
+
+def test_a_model_is_looked_for_once(model, tmp_path, monkeypatch):
+    """If it is one of a hub, the hub is asked each time."""
+    found = []
+
+    def noted(name):
+        found.append(name)
+        return find_model(name)
+
+    for module in ("llm", "build"):
+        monkeypatch.setattr(f"onestem.{module}.find_model", noted)
+    with LLM(model, module_disk=tmp_path, **OPTIONS):
+        assert found == [str(model)]
 
 
 def test_a_trace_tells_each_step(model, tmp_path):
@@ -638,7 +653,7 @@ def test_weights_rounded_at_load_are_another_model(model):
         assert rounded.decoder.weight_bytes <= plain.decoder.weight_bytes
         assert rounded.options.identity() != plain.options.identity()
         # What a module's keys and values are kept under.
-        assert modules_identity(rounded.options) != modules_identity(plain.options)
+        assert modules_identity(rounded.options, model) != modules_identity(plain.options, model)
         prompts = [[5, 6, 7, 8], [5, 6, 7, 9]]
         answers = rounded.generate(prompts, SamplingParams(max_tokens=4, temperature=0))
         again = rounded.generate(prompts[1:], SamplingParams(max_tokens=4, temperature=0))
