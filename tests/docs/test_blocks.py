@@ -27,6 +27,7 @@ READ: dict[str, Callable[[str], object]] = {
     "text": lambda code: None,
     "nginx": lambda code: None,
 }
+PART = "not run: a part of "
 PRELUDES = {
     "scores": """
 from pathlib import Path
@@ -55,6 +56,15 @@ def is_run(block: Block) -> bool:
 
 def of(path: Path) -> list[Block]:
     return list(blocks(path.read_text()))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_parts_of_files_are_in_them(path):
+    for block in of(path):
+        file = DOCS.parent / block.told.removeprefix(PART)
+        if block.told.startswith(PART) and file.is_file():
+            there = {"", "{", "}", *map(str.strip, file.read_text().splitlines())}
+            assert not [line for line in block.code.splitlines() if line.strip() not in there]
 
 
 @pytest.fixture(scope="module")
