@@ -10,8 +10,8 @@ Tokens are drawn log-uniformly from 32,768, so that unlike texts begin alike by 
 The spool is written as `onestem plan` writes it from lines; reading and tokenising lines are
 measured apart, with `--read`, since they go on by the line. Needs 4 KB of disk for each prompt.
 
-Replicas are Llama-3.1-8B in bf16 on H200s. Their costs are added up; of the one with most of them
-the steps are simulated.
+Replicas are Llama-3.1-8B in bf16 on H200s. Their costs are added up; what the one with most of them
+takes is predicted.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def measure(place: Workplace, replicas: list[int]) -> dict[str, Any]:
 
 
 def summed(target: Target, work: Work, owner: IntArray, replicas: int) -> dict[str, Any]:
-    """What the replicas come to. Their costs add up; steps are simulated of who has most."""
+    """What the replicas come to. Their costs add up; the time of who has most is predicted."""
     weights = target.weights(work, "full")
     computed, seconds, largest = 0, [], None
     for part in dealt_parts(work, owner, replicas):

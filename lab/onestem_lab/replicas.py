@@ -1,8 +1,8 @@
-"""Jobs dealt to replicas, simulated with the cost model: groups kept whole against other ways.
+"""Jobs dealt to replicas, by the cost model: groups kept whole against other ways.
 
     python -m onestem_lab.replicas [--out FILE]
 
-BatchLLM's jobs are planned, and the steps of each of 8 replicas simulated: Llama-3.1-8B in bf16 on
+BatchLLM's jobs are planned, and what each of 8 replicas takes is predicted: Llama-3.1-8B in bf16 on
 H200s. `onestem_lab.plan_stream` has larger jobs.
 """
 

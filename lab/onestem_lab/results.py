@@ -34,7 +34,9 @@ __all__ = [
     "write",
 ]
 
-ROOT = Path(__file__).parents[2]  # of a clone
+_SOURCES = Path(__file__).parents[2]
+ROOT = _SOURCES if (_SOURCES / "lab" / "onestem_lab").is_dir() else Path.cwd()
+"""The clone that this file is of. An installed copy is of none: that in which it runs."""
 LAB = ROOT / "lab"
 RESULTS = LAB / "results"
 COMMIT = "ONESTEM_COMMIT"

@@ -39,8 +39,7 @@ from onestem.models.find import find_model
 from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
 from onestem.request import Request, SamplingParams
-from onestem_lab.batch import machine
-from onestem_lab.results import device_name, write
+from onestem_lab.results import device_name, machine, write
 
 SHARD_BYTES = 4 << 30
 BUFFER_BYTES = 256 << 20
