@@ -203,8 +203,6 @@ class SequenceTable(Columns):
         self.masked.discard(sid)
         self._free.append(sid)
 
-    # ----------------------------------------------------------------------------- a step
-
     def fill_mask(self, sid: int) -> bool:
         """Mask tokens that its grammar forbids next; False: that failed (see `broken`)."""
         sequence = self.sequences[sid]
