@@ -224,6 +224,13 @@ class Results:
         ended, self.ended = self.ended, []
         return ended
 
+    def end_unfit(self, unfit: list[tuple[Sequence, str]]) -> None:
+        """End sequences that a step's draft has given up for lack of memory, and why."""
+        for sequence, reason in unfit:
+            if sequence.finish_reason is None:
+                sequence.stop_reason = reason
+                self.finish(sequence, "error")
+
     def end_unsampled(self) -> None:
         """End sequences that cannot be sampled."""
         broken, self._table.broken = self._table.broken, []
