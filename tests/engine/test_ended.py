@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampling.sampler import SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
 from onestem.engine.sequence import Chunk, Edits, RequestState, ScoreSpan, Scoring, Sequence
 from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
