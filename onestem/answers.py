@@ -76,7 +76,7 @@ class AwakeAnswers(Iterator[Answer]):
     def __next__(self) -> Answer:
         engine = self._engine()
         if engine is not None and (not self._has_begun or engine.has_unfinished()):
-            engine.residence.check_ready()
+            engine.weights.check_ready()
         del engine
         self._has_begun = True
         return next(self._answers)

@@ -255,13 +255,13 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
     stats = llm.engine.stats
     return {
         **case.describe(),
-        "share": llm.engine.share,
+        "share": llm.engine.options.share,
         "levels": llm.options.levels,
         "order": llm.options.order,
         "max_num_seqs": llm.options.max_num_seqs,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention": llm.engine.impl.name,
+        "attention": llm.engine.options.impl,
         "kv_tokens": llm.kv_tokens,
         "requests": len(prompts),
         "seconds": seconds,
@@ -279,7 +279,7 @@ def compare(
     options: EngineOptions, case: BatchCase, *, warm_up: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
-    model loaded anew, after the one before has given its memory back."""
+    model of its own, after the one before has given its memory back."""
     from onestem.llm import LLM
 
     found: dict[str, dict[str, Any]] = {}
@@ -311,7 +311,7 @@ def _answer(
 def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
     # Other tokens than the job's, because nothing of it may be cached when the clock starts. A full
     # step, because its kernels differ from those of a few rows, and a first launch takes long.
-    room, other = llm.engine.scheduler.budget.most, []
+    room, other = llm.engine.limits.step_tokens, []
     for ids in prompts[: room // 64]:
         other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])
         room -= len(ids)

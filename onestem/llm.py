@@ -86,8 +86,8 @@ class LLM(Beside):
         engine = build_engine(options)
         self.options = engine.options
         self.team = engine.team
-        self.decoder = engine.decoder
-        self.tokenizer = engine.tokenizer
+        self.decoder = engine.weights.decoder
+        self.tokenizer = engine.requests.tokenizer
         self.device, self.dtype = torch.device(self.options.device), self.decoder.dtype
         self._engine: Engine | None = engine
         self._running: weakref.ref[Generator[RequestOutput]] | None = None
@@ -150,7 +150,7 @@ class LLM(Beside):
 
         Args:
             prompts: one or several; also as vLLM's `{"prompt": text}` and `{"prompt_token_ids":
-                ids}`. The names of control tokens in a text are these tokens. BOS stands once: a
+                ids}`. The names of control tokens in a text are these tokens. BOS appears once: a
                 text may begin with it.
             sampling_params: one for all or one each.
             parse_special: False: the names of control tokens are characters.
@@ -309,7 +309,7 @@ class LLM(Beside):
         for i, leaf in zip(items.whose, tree.leaf_of, strict=True):
             if len(tree.leaves[leaf]) > self.engine.max_model_len:
                 with named_one("prompt", i, items.whose[-1] + 1):
-                    self.engine.validate(requests[leaf])
+                    self.engine.requests.validate(requests[leaf])
         outputs = {
             output.request_id: output
             for output in self.engine.run(planned(requests, RunningOrder(plan)))
@@ -347,7 +347,7 @@ class LLM(Beside):
     @property
     def weights_version(self) -> int:
         """Version of the weights; those of the checkpoint are version 0."""
-        return self.engine.residence.version
+        return self.engine.weights.version
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None = None
@@ -369,14 +369,14 @@ class LLM(Beside):
                 changed then.
             RequestError: the weights are asleep.
         """
-        return self.engine.update_weights(named_tensors, version)
+        return self.engine.weights.update(named_tensors, version)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory for other uses: KV memory and the weights. Weights wait in host
         memory (level 1; on a CPU they stay where they are) or are dropped (level 2;
         `update_weights` must give each of them before the next request). Requests are refused until
         `wake_up`; an answer that runs goes on then."""
-        self.engine.sleep(level)
+        self.engine.weights.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the memory again.
@@ -384,7 +384,7 @@ class LLM(Beside):
         Args:
             tags: `weights`, `kv_cache` or both; None: both.
         """
-        self.engine.wake_up(tags)
+        self.engine.weights.wake_up(tags)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the keys and values that are cached.
@@ -434,7 +434,7 @@ class LLM(Beside):
         requests = [self.pml_request(*one) for one in zip(compiled, each, texts, strict=True)]
         self._validate(requests)
         for one in compiled:
-            self.engine.prefetch_modules(self.schemas.alternatives(one))
+            self.engine.requests.prefetch_modules(self.schemas.alternatives(one))
         outputs = {o.request_id: o for o in self._run(sorted(requests, key=_imported))}
         return [outputs[request.request_id] for request in requests]
 
@@ -449,7 +449,7 @@ class LLM(Beside):
         prompts = encoding_prompts(self.schemas.encoding(name, isolation))
         requests = [self.pml_request(prompt, ONE_TOKEN) for prompt in prompts]
         for request in requests:
-            self.engine.validate(request)
+            self.engine.requests.validate(request)
         yield from self.engine.run(requests)
         if self.engine.tiers is not None:
             self.engine.tiers.flush()
@@ -529,7 +529,7 @@ class LLM(Beside):
         self, requests: Iterable[Request], output_kind: OutputKind = "cumulative"
     ) -> Iterator[Answer]:
         """The engine's answers, with log-probabilities as users have them."""
-        self.engine.tell_ranks()
+        self.engine.launcher.sampler.tell_ranks()
         run = self.engine.run(requests)
         self._running = weakref.ref(run)
         outputs = in_pieces(run) if output_kind == "delta" else run
@@ -539,7 +539,7 @@ class LLM(Beside):
     def _validate(self, requests: Sequence[Request]) -> None:
         for i, request in enumerate(requests):
             with named_one("prompt", i, len(requests)):
-                self.engine.validate(request)
+                self.engine.requests.validate(request)
 
     def _request(
         self,
@@ -559,6 +559,6 @@ class LLM(Beside):
 
 
 def _imported(request: Request) -> tuple[str, ...]:
-    """Keys of the modules that a request imports: requests with the same ones stand together."""
+    """Keys of the modules that a request imports: requests with the same ones are adjacent."""
     assert request.pml is not None
     return tuple(segment.key for segment in request.pml.segments if segment.key)

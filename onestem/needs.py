@@ -12,7 +12,6 @@ from onestem.build import kv_memory_bytes, pages_of, pick_device, pick_dtype, se
 from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
-from onestem.models.checkpoint import file_bytes
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
@@ -21,6 +20,7 @@ from onestem.models.names import Role
 from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
+from onestem.models.shards import file_bytes
 from onestem.models.sizes import formats_of, target_of, weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.weights import checked_config, refuse_rounding_twice

@@ -51,7 +51,7 @@ def fresh(other):
 def threaded(model, **changes) -> tuple[AsyncLLM, EngineThread]:
     """Its engine in a thread, which a test can look into."""
     options = EngineOptions(model=model, **OPTIONS, **changes)
-    launcher = EngineThread(options, lambda llm: llm.engine.tell_ranks())
+    launcher = EngineThread(options, lambda llm: llm.engine.launcher.sampler.tell_ranks())
     return AsyncLLM.from_options(options, launcher), launcher
 
 

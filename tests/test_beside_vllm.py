@@ -27,8 +27,8 @@ from onestem.openai.schema import NEUTRAL, ChatBody, CompletionBody
 from onestem.options import Defaults, EngineOptions
 from onestem.replicas import Replicas
 from onestem.request import SamplingParams
-from onestem.server.api.app import api, open_routes, tokens
 from onestem.server.api.control import control_routes
+from onestem.server.api.routes import api, open_routes, tokens
 from onestem.server.settings import Settings
 from tests.docs.blocks import DOCS
 from tests.forked import onestem

@@ -78,12 +78,12 @@ class LeftError(BaseException):
     """No `Exception`, as `SystemExit` is none."""
 
 
-@pytest.mark.parametrize("place", ["forward", "edits"])
+@pytest.mark.parametrize("place", ["forward", "decide"])
 @pytest.mark.parametrize("error", [TimeoutError, LeftError])
 def test_what_a_signals_handler_raises_ends_the_call(llm, monkeypatch, place, error):
     """A caller's own limit, in a computation or while a step's books are half done."""
     engine = llm.engine
-    held = {"forward": engine.launcher, "edits": engine.scheduler}[place]
+    held = {"forward": engine.launcher, "decide": engine.scheduler}[place]
     run, calls = getattr(held, place), itertools.count()
 
     def interrupted(*args, **kwargs):

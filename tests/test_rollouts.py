@@ -444,7 +444,7 @@ def test_answers_that_run_sleep_too(llm):
 
 def test_reset_drops_what_is_cached_and_keeps_what_is_pinned(llm):
     engine = llm.engine
-    engine.pin_prefix("p", PROMPTS[0][:20])
+    engine.requests.pin_prefix("p", PROMPTS[0][:20])
     while engine.has_unfinished():
         engine.step()
     llm.generate(PROMPTS, GREEDY)
@@ -456,9 +456,9 @@ def test_reset_drops_what_is_cached_and_keeps_what_is_pinned(llm):
     assert engine.cache.cached_tokens() == 0
     while engine.has_unfinished():  # computed again with the new weights
         engine.step()
-    assert [info.ready for info in engine.prefixes()] == [True]
+    assert [info.ready for info in engine.requests.prefixes()] == [True]
     assert engine.cache.cached_tokens() == 20
-    engine.unpin_prefix("p")
+    engine.requests.unpin_prefix("p")
 
 
 # ----------------------------------------------------------------------------- search

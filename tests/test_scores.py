@@ -109,12 +109,12 @@ def test_scores_under_preemption(model, llm, monkeypatch):
 
         def disturbed(*args):
             step(*args)
-            if scheduler.num_preempted < 9 and scheduler.running:
-                scheduler.preempt(scheduler.running[-1])
+            if scheduler.room.num_preempted < 9 and scheduler.running:
+                scheduler.room.preempt(scheduler.running[-1])
 
         monkeypatch.setattr(small.engine, "_step", disturbed)
         np.testing.assert_allclose(flat(small.score(prompts, completions)), want, **SAME)
-        assert scheduler.num_preempted > 3
+        assert scheduler.room.num_preempted > 3
         small.engine.check()
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands' own help; see `scripts/docs`.
+"""Writes docs/cli.md and lab/cli.md from the commands' own help; see `scripts/docs`.
 
 Options that verbs share (those of the engine, and of a job's input) are listed once.
 """
@@ -6,6 +6,7 @@ Options that verbs share (those of the engine, and of a job's input) are listed 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from onestem.cli.app import app
 from onestem.options import EngineOptions, InputOptions, Options
 from onestem.server.settings import Settings
 
-__all__ = ["PAGE", "page"]
+__all__ = ["PAGE", "pages"]
 
 PAGE = Path(__file__).parents[1] / "cli.md"
+LAB_PAGE = Path(__file__).parents[2] / "lab" / "cli.md"
 SHARED: tuple[type[Options], ...] = (EngineOptions, InputOptions)
+PANELS = {kind.panel: kind for kind in SHARED}
+FEW = 4  # options that are those of another verb are named; fewer are listed again
 HAS_ALL = "batch"  # a verb that offers all options of both
 HEAD = """# Command line
 
@@ -28,18 +32,30 @@ LLM inference for prompts that share text. `onestem --version` prints the versio
 `--help` after any verb, its help.
 
 """
+LAB_HEAD = """# Command line of onestem-lab
+
+"""
 
 
-def page() -> str:
-    """The page, from the tree of commands."""
+def pages() -> dict[Path, str]:
+    """docs/cli.md with our verbs, and lab/cli.md with those that onestem-lab adds."""
     root = typer.main.get_command(app)
-    shared = _shared(root.commands[HAS_ALL])  # type: ignore[attr-defined]
-    parts = [HEAD, ", ".join(_links(root, "onestem")), ".\n\n"]
+    verbs = root.commands  # type: ignore[attr-defined]
+    shared, said = _shared(verbs[HAS_ALL]), {}
+    parts = [HEAD, ", ".join(_links(verbs)), ".\n\n"]
     for kind in SHARED:
         parts += [f"## {_title(kind)}\n\n", _intro(kind)]
         parts += ["".join(f"* {record}\n" for record in shared[kind].values()), "\n"]
-    parts += _verbs(root, "onestem", 2, shared, set())
-    return "".join(parts).rstrip() + "\n"
+    parts += _verbs(verbs, "onestem", 2, shared, said)
+    ours = "".join(parts).rstrip() + "\n"
+    bench, context = verbs["bench"], typer.Context(verbs["bench"])
+    names = [name for name in bench.list_commands(context) if name not in bench.commands]
+    added = {name: bench.get_command(context, name) for name in sorted(names)}
+    theirs = LAB_HEAD + "".join(_verbs(added, "onestem bench", 2, shared, said)).rstrip() + "\n"
+    seen_from_lab = re.sub(
+        r"\]\((?=[\w-]+\.md\))", "](../docs/", theirs.replace("](#", "](../docs/cli.md#")
+    )
+    return {PAGE: ours, LAB_PAGE: seen_from_lab}
 
 
 Records = Mapping[type[Options], Mapping[str, str]]
@@ -52,7 +68,7 @@ def _shared(verb: Any) -> Records:
         kind: {
             one.opts[0]: _record(one, context, kind)
             for one in verb.params
-            if getattr(one, "rich_help_panel", None) == kind.panel
+            if PANELS.get(getattr(one, "rich_help_panel", None)) is kind
         }
         for kind in SHARED
     }
@@ -88,13 +104,13 @@ def _title(kind: type[Options]) -> str:
 
 
 def _intro(kind: type[Options]) -> str:
+    if kind is InputOptions:
+        return "How a job's input is read ([inputs.md](inputs.md)).\n\n"
     others = [
         f"`--{flag}` is `{name}`"
         for name, flag in kind.offered().items()
         if name.replace("_", "-") != flag
     ]
-    if kind is InputOptions:
-        return "How a job's input is read ([inputs.md](inputs.md)).\n\n"
     return (
         "Also arguments of `LLM`, with `_` in place of `-`"
         + "".join(f"; {one} there" for one in others)
@@ -102,53 +118,54 @@ def _intro(kind: type[Options]) -> str:
     )
 
 
-def _links(group: Any, path: str) -> Iterator[str]:
-    for name, command in _commands(group).items():
-        inside = "".join(f" {one}" for one in _commands(command))
-        yield f"[{path} {name}](#{path.replace(' ', '-')}-{name})" + (inside and f" ({inside[1:]})")
+def _links(verbs: Mapping[str, Any]) -> Iterator[str]:
+    for name, command in verbs.items():
+        inside = " ".join(getattr(command, "commands", ()))
+        yield f"[{name}](#onestem-{name})" + (inside and f" ({inside})")
 
 
-def _commands(group: Any) -> dict[str, Any]:
-    """Those of a group, with what the laboratory adds; of a command none."""
-    if not hasattr(group, "list_commands"):
-        return {}
-    context = typer.Context(group)
-    return {name: group.get_command(context, name) for name in group.list_commands(context)}
-
-
-def _verbs(group: Any, path: str, level: int, shared: Records, epilogs: set[str]) -> Iterator[str]:
-    for name, command in _commands(group).items():
+def _verbs(
+    verbs: Mapping[str, Any], path: str, level: int, shared: Records, said: dict[str, str]
+) -> Iterator[str]:
+    """Sections. `said` has what stands on the page already: a line, and the verb that has it."""
+    for name, command in verbs.items():
         here = f"{path} {name}"
         context = command.make_context(here, [], resilient_parsing=True)
         usage = " ".join([here, *command.collect_usage_pieces(context)])
         yield f"{'#' * level} `{here}`\n\n"
         paragraphs = (command.help or "").strip().split("\n\n")
         yield "".join(f"{_plain(one)}\n\n" for one in paragraphs)
-        if _commands(command):
-            yield from _verbs(command, here, level + 1, shared, epilogs)
+        if hasattr(command, "commands"):
+            yield from _verbs(command.commands, here, level + 1, shared, said)
             continue
         yield f"    {usage}\n\n"
-        yield from _options(command, context, shared)
-        if command.epilog and command.epilog not in epilogs:
-            epilogs.add(command.epilog)
+        yield from _options(command, context, shared, said)
+        if command.epilog and command.epilog not in said:
+            said[command.epilog] = here
             yield f"{_plain(command.epilog)}\n\n"
 
 
-def _options(command: Any, context: Any, shared: Records) -> Iterator[str]:
-    """Lines of a verb's own options, then which of the shared ones it takes."""
+def _options(command: Any, context: Any, shared: Records, said: dict[str, str]) -> Iterator[str]:
+    """Lines of a verb's own options, then which of other verbs and of the shared ones it takes."""
     taken: dict[type[Options], list[str]] = {kind: [] for kind in SHARED}
-    own = Settings if "served_model_name" in {one.name for one in command.params} else None
-    lines = []
+    own: dict[str, str] = {}  # a line -> the option's name
+    is_server = "served_model_name" in {one.name for one in command.params}
     for one in command.params:
-        kind = next(
-            (kind for kind in SHARED if getattr(one, "rich_help_panel", None) == kind.panel), None
-        )
-        record = _record(one, context, kind or own)
+        kind = PANELS.get(getattr(one, "rich_help_panel", None))
+        record = _record(one, context, kind or (Settings if is_server else None))
         if kind is not None and shared[kind].get(one.opts[0]) == record:
             taken[kind].append(one.opts[0])
         else:
-            lines.append(f"* {record}\n")
-    yield "".join(lines) + "\n" if lines else ""
+            own[record] = one.opts[0] if one.opts[0].startswith("-") else one.metavar
+    alike = Counter(said[record] for record in own if record in said)
+    other = next((verb for verb, number in alike.most_common(1) if number >= FEW), None)
+    others = [name for record, name in own.items() if other and said.get(record) == other]
+    lines = [record for record, name in own.items() if name not in others]
+    yield "".join(f"* {record}\n" for record in lines) + "\n" if lines else ""
+    if other:
+        yield f"As in [{other}](#{other.replace(' ', '-')}){_named(': ', others)}.\n\n"
+    for record in own:
+        said.setdefault(record, context.info_name)
     for kind, flags in taken.items():
         if flags:
             link = f"[{_title(kind).lower()}](#{_title(kind).lower().replace(' ', '-')})"
@@ -165,4 +182,5 @@ def _named(before: str, flags: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text)

@@ -23,8 +23,8 @@ from onestem.beside_vllm import (
     SERVE,
     Name,
 )
-from onestem.server.api.app import api, open_routes, tokens
 from onestem.server.api.openapi import document
+from onestem.server.api.routes import api, open_routes, tokens
 from onestem.server.page.reference import body_name, kind_of, objects_of
 
 __all__ = ["write_reference"]

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
 import time
 from contextlib import suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,7 @@ import onestem
 from onestem.async_llm import AsyncLLM
 from onestem.llm import LLM
 from onestem.request import SamplingParams
-from onestem_lab.results import machine
-from onestem_lab.scores import device_name
+from onestem_lab.results import device_name, machine, write
 
 
 def main() -> None:
@@ -72,7 +69,6 @@ async def run(options: argparse.Namespace) -> None:
                         worked[name].append(cpu_seconds() - before)
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.async_streams {' '.join(sys.argv[1:])}".strip(),
-        "date": str(date.today()),
         "machine": machine(),
         "device": device,
         "onestem": onestem.__version__,
@@ -97,7 +93,7 @@ async def run(options: argparse.Namespace) -> None:
         flush=True,
     )
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 def cpu_seconds() -> float:

@@ -9,8 +9,6 @@ both kernels and of the bytes alone at the rate of a copy (lab/notes/gpu-attenti
 from __future__ import annotations
 
 import argparse
-import json
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from onestem_lab.attention.cases import Heads, Step, decode_step, make_tensors
 from onestem_lab.attention.measure import device_facts
 from onestem_lab.attention.rates import measure_rates
 from onestem_lab.cli.attention import head_counts
+from onestem_lab.results import write
 
 ROWS = (8, 16, 32, 64, 128, 256)
 OWN = (64, 256, 1024)
@@ -50,12 +49,11 @@ def main() -> None:
             found.append(measure(name, step, heads, rate, options.repeat))
     result = {
         "command": "python -m onestem_lab.attention_few",
-        "date": str(date.today()),
         **device_facts(device),
         "bytes_per_s": rate,
         "cases": found,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def measure(name: str, step: Step, heads: Heads, rate: float, repeat: int) -> dict[str, Any]:

@@ -9,10 +9,8 @@ Steps are decodes of 256 sequences behind one prefix, and cases of `onestem benc
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -24,7 +22,7 @@ from onestem.ops.triton import TritonAttention, load_config
 from onestem.ops.work import CostModel, cuts, make_work
 from onestem_lab.attention.cases import CASES, Heads, Step, decode_step, make_tensors
 from onestem_lab.attention.measure import device_facts
-from onestem_lab.results import RESULTS
+from onestem_lab.results import RESULTS, write
 
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
 OWN = (120, 134, 148)
@@ -42,14 +40,13 @@ def main() -> None:
     device = torch.device("cuda")
     result = {
         "command": "python -m onestem_lab.attention_splits",
-        "date": str(date.today()),
         **device_facts(device),
         "programs": torch.cuda.get_device_properties(device).multi_processor_count,
         "microseconds_by_multiplying_programs": {
             name: measure(name, step, heads, device) for name, step, heads in steps()
         },
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def steps() -> Iterator[tuple[str, Step, Heads]]:

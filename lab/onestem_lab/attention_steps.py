@@ -18,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from onestem.cost.timing import graph_ms
 from onestem.ops.triton import TritonAttention
 from onestem_lab.attention.cases import Heads, decode_step, make_tensors, tree_levels
 from onestem_lab.cli.attention import head_counts
+from onestem_lab.results import write
 
 HEADS = "32/8,64/8,16/1,40/40,8/1"
 
@@ -59,7 +59,7 @@ def main() -> None:
             [json.loads(file.read_text()) for file in files]
             for files in (options.merge, options.before)
         )
-        options.out.write_text(json.dumps(merge(now, before), indent=1) + "\n")
+        write(options.out, merge(now, before))
         return
     if options.merge or options.before:
         parser.error("--merge and --before belong together")
@@ -72,8 +72,8 @@ def main() -> None:
             )
             print(f"{step} {heads.label}: {cases[-1]['ms']:.4f} ms", file=sys.stderr)
     command = "python -m onestem_lab.attention_steps " + " ".join(sys.argv[1:])
-    facts = {"command": command, "date": str(date.today()), "device": torch.cuda.get_device_name()}
-    options.out.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
+    facts = {"command": command, "device": torch.cuda.get_device_name()}
+    write(options.out, {**facts, "cases": cases})
 
 
 def merge(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:

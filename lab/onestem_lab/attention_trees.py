@@ -11,9 +11,7 @@ shapes of heads come in the order given.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 from onestem_lab.attention.cases import TREES, Case, Heads, decode_step, tree_levels
 from onestem_lab.attention.measure import bench_attention
 from onestem_lab.cli.attention import check_heads, dtype_of, head_counts
+from onestem_lab.results import write
 
 HEADS = "32/32,16/8,32/8,64/8,16/1"
 PEERS = {"cuda": "flashinfer,flash_attn3,sdpa", "cpu": "sdpa"}
@@ -51,13 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {
         "command": "python -m onestem_lab.attention_trees "
         + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "date": str(date.today()),
         "scale": options.scale,
     }
 
     def keep(found: dict[str, Any]) -> dict[str, Any]:
         found["cases"] = [{**entry, **asked(entry)} for entry in found["cases"]]
-        options.out.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+        write(options.out, {**facts, **found})
         return found
 
     def progress(found: dict[str, Any]) -> None:

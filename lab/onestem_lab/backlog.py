@@ -18,7 +18,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from onestem.options import EMBEDDED, MAX_PASSED
 from onestem.planner import plan_job
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
-from onestem_lab.results import machine
+from onestem_lab.results import machine, write
 
 DTYPE = "bfloat16"
 
@@ -51,7 +50,6 @@ def main() -> None:
     result = {
         "command": f"python -m onestem_lab.backlog {' '.join(sys.argv[1:])}".strip(),
         "machine": machine(),
-        "date": str(date.today()),
         "model": options.model,
         "dtype": DTYPE,
         "planned_tokens": planned,
@@ -62,7 +60,7 @@ def main() -> None:
         },
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 def parse() -> argparse.Namespace:
@@ -98,7 +96,7 @@ def answer(
     kv_bytes = options.kept * options.prefix * config.kv_values_per_token * 2
     with load(options.model, kv_memory=kv_bytes, max_passed=max_passed) as llm:
         order: list[int] = []
-        llm.engine.on_begin = lambda names: order.extend(map(int, names))
+        llm.engine.requests.on_begin = lambda names: order.extend(map(int, names))
         began = time.perf_counter()
         first, rows = first_tokens(llm.engine, prompts, options.output, [0] * len(prompts))
         seconds = time.perf_counter() - began

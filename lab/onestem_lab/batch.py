@@ -13,9 +13,8 @@ import json
 import statistics
 import subprocess
 import sys
-from datetime import date
 
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 COMMAND = [sys.executable, "-m", "onestem", "bench", "batch"]
 
@@ -66,7 +65,7 @@ def main() -> None:
         result = measure(case, modes, options.repeats, options.dtype, options.order)
         path = RESULTS / f"batch-{case}{options.suffix}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
         show(case, result)
 
 
@@ -95,7 +94,6 @@ def measure(
         f"--order {order} --modes {','.join(modes)}",
         "shape": shape,
         "machine": machine(),
-        "date": date.today().isoformat(),
         "median_seconds": {mode: statistics.median(seconds(runs[mode])) for mode in modes},
         "spread_seconds": {
             mode: [min(seconds(runs[mode])), max(seconds(runs[mode]))] for mode in modes

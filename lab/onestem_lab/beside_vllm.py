@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Timer
@@ -52,7 +51,7 @@ from onestem.request import SamplingParams
 from onestem_lab import scores
 from onestem_lab.lengths import parse_lengths
 from onestem_lab.papers.vllm_process import Vllm, absent_vllm
-from onestem_lab.results import machine
+from onestem_lab.results import device_name, machine, write
 
 ROOM = 16  # positions beside the longest request
 MEMORY_SECONDS = 20.0  # for memory of a process that ended
@@ -177,7 +176,6 @@ def main() -> None:
     peers: dict[str, list[dict[str, Any]]] = {}
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.beside_vllm {' '.join(map(quoted, sys.argv[1:]))}",
-        "date": str(date.today()),
         "machine": machine(),
         "model": options.model,
         "versions": {
@@ -205,7 +203,8 @@ def main() -> None:
         finally:
             late.cancel()
             vllm.close()
-        write(options.out, {**result, "vllm_runs": peers})
+        if options.out is not None:
+            write(options.out, {**result, "vllm_runs": peers})
         wait_for_memory(options.device)
     kinds = [options.quantization, None] if options.quantization else [None]
     result["works"] = [{"work": work.name, "unit": work.unit, "engines": {}} for work in works]
@@ -216,7 +215,7 @@ def main() -> None:
             kv_memory=options.kv_memory, max_model_len=longest, seed=0,
         ) as llm:  # fmt: skip
             loaded = time.perf_counter() - began
-            result["device"] = scores.device_name(llm.device)
+            result["device"] = device_name(llm.device)
             for work, found in zip(works, result["works"], strict=True):
                 work.warm(llm)
                 runs = repeated(partial(work.run, llm), options.repeats)
@@ -229,12 +228,8 @@ def main() -> None:
         if runs:
             found["vllm"] = {"median": medians(runs), "runs": runs}
         tell(summary(options.model.removeprefix("shape:"), found))
-    write(options.out, result)
-
-
-def write(out: Path | None, result: dict[str, Any]) -> None:
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out is not None:
+        write(options.out, result)
 
 
 def summary(model: str, found: dict[str, Any]) -> str:

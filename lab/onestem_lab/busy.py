@@ -12,19 +12,17 @@ lab/results/busy-SHAPE-DTYPE.json; with FOLDER, busy-before-SHAPE-DTYPE.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from onestem_lab.checkout import busy_cores, command_of
-from onestem_lab.results import LAB, RESULTS, machine
+from onestem_lab.results import LAB, RESULTS, machine, write
 
 # name -> prompts, tokens that they share, tokens of each, tokens to sample
 WORK = {
@@ -53,13 +51,12 @@ def main() -> None:
         "command": f"python -m onestem_lab.busy --pairs {options.pairs} --shape {options.shape} "
         f"--dtype {options.dtype}" + (" --against FOLDER" if options.against else ""),
         "machine": machine(),
-        "date": str(date.today()),
         "seconds": seconds,
         "summary": summary(seconds, other),
     }
     kind = "busy" if options.against is None else "busy-before"
     name = f"{kind}-{options.shape}-{options.dtype}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / name, result)
     for row in result["summary"]:
         print(row)
 

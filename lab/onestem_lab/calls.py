@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ import torch
 
 from onestem.llm import LLM
 from onestem.request import SamplingParams
-from onestem_lab.checkout import busy_cores, in_turns, machine
-from onestem_lab.results import RESULTS
+from onestem_lab.checkout import busy_cores, in_turns
+from onestem_lab.results import RESULTS, hardware, write
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
@@ -68,12 +67,11 @@ def main() -> None:
         print(name, {key: round(value, 3) for key, value in row.items()}, flush=True)
     result = {
         "command": " ".join(["python -m onestem_lab.calls", *sys.argv[1:]]),
-        "machine": machine(options.device),
-        "date": str(date.today()),
+        "machine": hardware(options.device),
         "calls": table,
         "each": found,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def _options() -> argparse.Namespace:

@@ -1,5 +1,5 @@
-"""A benchmark's module, run in a process of its own by this version of the project or another; the
-machine's name; and processes that keep the machine busy."""
+"""A benchmark's module, run in a process of its own by this version of the project or another; and
+processes that keep the machine busy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from onestem_lab.results import LAB
 
@@ -61,15 +59,6 @@ def in_turns(
     for turn in range(turns):
         for side, folder in sides[:: -1 if turn % 2 else 1]:
             yield side, measured(module, arguments, folder)
-
-
-def machine(device: str) -> str:
-    """What a measurement ran on: a GPU's name, or cores and what they have."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    flags = Path("/proc/cpuinfo").read_text()
-    has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
-    return f"{os.cpu_count()} cores with {' and '.join(has) or 'neither AVX-512 nor AMX'}"
 
 
 @contextmanager

@@ -9,7 +9,6 @@ host's time of a call stands beside. Microseconds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -17,13 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
 
 from onestem.models.ranks import Ranks
 from onestem.parallel.group import join
+from onestem_lab.results import write
 
 SUMS = ((1, 4096), (256, 4096), (1024, 4096), (256, 8192), (1024, 8192), (2048, 8192))
 GATHERS = ((1, 64128), (256, 64128))  # of the halves of logits
@@ -58,11 +57,10 @@ def measure(rank: int, folder: Path, out: Path) -> None:
         return
     facts = {
         "command": " ".join(["python -m onestem_lab.collectives", *sys.argv[1:-3]]),
-        "date": str(date.today()),
         "gpu": f"two {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
     }
-    out.write_text(json.dumps(facts | {"us": found}, indent=1) + "\n")
+    write(out, facts | {"us": found})
     for name, figures in found.items():
         print(name, figures, flush=True)
 

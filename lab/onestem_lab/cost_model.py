@@ -20,7 +20,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +38,7 @@ from onestem.options import EMBEDDED
 from onestem.planner import JobPlan, RunningOrder, planned
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,10 @@ def main() -> None:
         + (f" --jobs {options.jobs}" if options.jobs else ""),
         "clock": options.clock,
         "threads": torch.get_num_threads(),
-        "date": date.today().isoformat(),
         "machine": machine(),
         **result,
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
 
 
 def measured(
@@ -263,7 +261,7 @@ def run_job(job: Job, device: str, clock: Callable[[], float]) -> tuple[dict[str
         "peak_kv_tokens": stats.peak_kv_tokens,
         "num_preempted": stats.num_preempted,
         "model_seconds": stats.model_seconds,
-        "step_tokens": llm.engine.scheduler.budget.most,
+        "step_tokens": llm.engine.limits.step_tokens,
     }
     llm.close()
     n = np.full(len(prompts), job.n)

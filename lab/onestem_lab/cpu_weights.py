@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.attention.rates import measure_rates
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
 STEPS = ("prefill 512", "decode 1", "decode 64")
@@ -178,13 +177,12 @@ def main() -> None:
                 f"--shapes {options.shapes} --formats {options.formats} "
                 f"--threads {options.threads} --turns {options.turns} "
                 f"--settings {options.settings}",
-                "date": str(date.today()),
                 "machine": machine(),
                 "extension": status().replace(f"{sys.prefix}/", ""),
                 "asked": asked(),
                 "entries": entries,
             }
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(options.out, result)
 
 
 def asked() -> dict[str, float]:

@@ -13,11 +13,9 @@ bytes alone would allow at the measured rates. Random weights; steps of the two 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
-from datetime import date
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,7 +28,7 @@ from onestem.models.decoder import Decoder
 from onestem.options import EngineOptions, ShareMode
 from onestem.request import Request, SamplingParams
 from onestem_lab.attention.rates import measure_rates
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 PREFIXES = (1024, 2048, 4096, 8192, 16384)
 FIRST, STEPS = 4, 32  # steps of decodes that are not timed, and that are
@@ -58,13 +56,12 @@ def main() -> None:
         "command": f"python -m onestem_lab.decode --shape {options.shape} --dtype {options.dtype} "
         f"--batch {options.batch} --own {options.own}",
         "machine": machine(),
-        "date": str(date.today()),
         "matrix_flops_per_s": rates.flops,
         "memory_bytes_per_s": rates.bytes,
         "decode": measure_decode(llm.decoder, rates, batch=options.batch, own=options.own),
     }
     name = f"decode-{options.shape}-{options.dtype}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / name, result)
 
 
 def measure_decode(

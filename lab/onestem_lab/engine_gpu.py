@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import get_args
 
@@ -36,6 +34,7 @@ from onestem.options import Quantize, ShareMode
 from onestem.planner import RunningOrder, planned
 from onestem.request import Request, SamplingParams
 from onestem_lab.decode import all_decode, make_engine, measure_decode, steps
+from onestem_lab.results import write
 
 HERE = Path(__file__).parent
 BATCH = 256  # sequences of the decode measurement
@@ -103,7 +102,6 @@ def main() -> None:
     result: dict[str, object] = {
         "command": " ".join(["python -m onestem_lab.engine_gpu", *sys.argv[1:]]),
         "weights": llm.decoder.layers[0].qkv.kind,
-        "date": str(date.today()),
         "gpu": torch.cuda.get_device_name() if llm.device.type == "cuda" else "none",
         "devices": options.tensor_parallel_size,
         "share": options.share,
@@ -113,7 +111,7 @@ def main() -> None:
             "triton": triton.__version__,
             "transformers": transformers.__version__,
         },
-        "max_step_tokens": llm.engine.scheduler.budget.most,
+        "max_step_tokens": llm.engine.limits.step_tokens,
         "matrix_flops_per_s": rates.flops,
         "copy_bytes_per_s": rates.bytes,
     }
@@ -126,7 +124,7 @@ def main() -> None:
     if "row" in options.parts:
         result["row_ms"] = row_ms(llm, options.repeats)
         print(f"a step of one row: {result['row_ms']:.3f} ms", flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
     if "decode" not in options.parts:
         return
     decoder = llm.decoder
@@ -135,7 +133,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     result["decode"] = measure_decode(decoder, rates, batch=BATCH, own=OWN_TOKENS)
     result["host"] = measure_host(decoder)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def row_ms(llm: LLM, repeats: int) -> float:

@@ -22,7 +22,7 @@ import torch
 from onestem import LLM
 from onestem.models.find import find_model
 from onestem.rollouts.trl import Rollouts
-from onestem_lab.results import ROOT
+from onestem_lab.results import ROOT, write
 
 WORDS = 12  # of a document
 
@@ -111,7 +111,7 @@ def main() -> None:
         f"{found['prompt_tokens']} prompt tokens computed"
     )
     if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+        write(args.output, found)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,9 @@ beside what stands, and checks each against float64 (`lab/onestem_lab/layer_tile
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
@@ -44,7 +42,7 @@ from onestem.options import Quantize
 from onestem.shapes import find_shape
 from onestem_lab.attention.measure import device_facts
 from onestem_lab.attention.rates import Rates, measure_rates
-from onestem_lab.results import machine
+from onestem_lab.results import machine, write
 
 LAYERS, REPEATS, DTYPE = 4, 5, torch.bfloat16
 PLAIN = "16bit"
@@ -82,7 +80,6 @@ def main() -> None:
     result = {
         "command": f"python -m onestem_lab.layer --device {options.device} --shape {options.shape} "
         f"--formats {options.formats} --rows {options.rows}" + " --sweep" * options.sweep,
-        "date": date.today().isoformat(),
         "machine": machine(),
         **device_facts(device),
         "matrix_flops_per_s": rates.flops,
@@ -90,7 +87,7 @@ def main() -> None:
         "entries": entries,
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 def timed(

@@ -22,7 +22,6 @@ Cases say what lengths depend on:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ from onestem.engine.schedule.queue import PlannedQueue
 from onestem.engine.sequence import Sequence
 from onestem.planner import JobPlan, RunningOrder, plan_job
 from onestem.request import Request, SamplingParams
-from onestem_lab.results import RESULTS
+from onestem_lab.results import RESULTS, write
 from tests.engine.simulation import Simulation
 
 DEGREE, PREFIX, DISTINCT, HEADER, MOST = 16, 2000, 200, 100, 512
@@ -151,7 +150,7 @@ def main() -> None:
             results.append(measure(case, options.groups, kv_tokens, options.seeds))
             shown = ("case", "kv_tokens", "steps", "gain", "share_of_known", "prompt_tokens")
             print({name: results[-1][name] for name in shown}, flush=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.out, results)
 
 
 if __name__ == "__main__":

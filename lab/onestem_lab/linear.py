@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from datetime import date
 from itertools import cycle
 from typing import Any
 
@@ -23,7 +22,7 @@ from onestem.cost.timing import cpu_ms
 from onestem.models.linear import Layout, Linear
 from onestem.shapes import find_shape
 from onestem_lab.peers.layer_products import layer_products
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 PIECES = (128, 256, 512, 1024)
 LAYERS, REPEATS = 6, 9
@@ -45,13 +44,12 @@ def main() -> None:
     result = {
         "command": f"python -m onestem_lab.linear --shape {options.shape} --dtype {options.dtype} "
         f"--rows {options.rows} --suffix={options.suffix}",
-        "date": date.today().isoformat(),
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "cases": cases,
     }
     path = RESULTS / f"linear-{options.shape}-{options.dtype}{options.suffix}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ import numpy as np
 
 import onestem
 from onestem.options import parse_memory
+from onestem_lab.results import write
 
 MODEL = Path(onestem.__file__).parent / "embedded" / "model" / "model.safetensors"
 VOCAB_SIZE = 2560
@@ -58,7 +59,7 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 def parse() -> argparse.Namespace:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onestem_lab.backlog import first_tokens, load, spread
+from onestem_lab.results import write
 
 MODEL = "nothing"
 OUTPUT = 30
@@ -39,8 +39,8 @@ def main() -> None:
         print(json.dumps(row))
     command = f"python -m onestem_lab.mixed_prompts {' '.join(sys.argv[1:])}".strip()
     if options.out is not None:
-        result = {"command": command, "date": str(date.today()), "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = {"command": command, "rows": rows}
+        write(options.out, result)
 
 
 def measure(options: argparse.Namespace, share: float) -> dict[str, Any]:

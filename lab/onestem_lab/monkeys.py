@@ -16,10 +16,8 @@ milliseconds of a step with all rows, by kind.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ import onestem
 from onestem.llm import LLM
 from onestem.request import Request, SamplingParams
 from onestem_lab.engine_gpu import Rates, measure_rates
-from onestem_lab.results import machine
+from onestem_lab.results import device_name, machine, write
 from onestem_lab.sampling import step_kernels
-from onestem_lab.scores import device_name
 
 PROFILED = 10  # steps
 
@@ -46,7 +43,6 @@ def main() -> None:
     ) as llm:  # fmt: skip
         result: dict[str, Any] = {
             "command": f"python -m onestem_lab.monkeys {' '.join(sys.argv[1:])}".strip(),
-            "date": str(date.today()),
             "machine": machine(),
             "device": device_name(llm.device),
             "onestem": onestem.__version__,
@@ -80,7 +76,7 @@ def main() -> None:
         line += f" host {result['host_ms']:.1f} to plan and {result['sample_ms']:.1f} to take"
     print(line, flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        write(options.out, result)
 
 
 def make_prompts(llm: LLM, options: argparse.Namespace) -> list[list[int]]:

@@ -44,6 +44,7 @@ from onestem.models.find import find_model
 from onestem.options import EngineOptions
 from onestem.planner import planner_of
 from onestem.planner.sort import IntArray
+from onestem_lab.results import write
 
 MODEL, DEVICE = "shape:llama3.1-8b", "h200"
 VOCABULARY_BITS = 15
@@ -313,7 +314,7 @@ def main() -> None:
             if not given.keep:
                 shutil.rmtree(place.folder)
             if given.out is not None:
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+                write(given.out, found)
     print(json.dumps(found))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from onestem.planner import plan_job
+from onestem_lab.results import write
 
 
 class FilePrompts:
@@ -87,7 +88,7 @@ def main() -> None:
     result = measure(options)
     print(json.dumps(result))
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 if __name__ == "__main__":

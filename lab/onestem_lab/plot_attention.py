@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
+from onestem_lab.plots import save
 from onestem_lab.results import LAB, RESULTS
 
 matplotlib.use("svg")
@@ -24,9 +25,8 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=RESULTS / "attention-h100.json")
     parser.add_argument("--out", type=Path, default=LAB / "notes" / "gpu-attention.svg")
     options = parser.parse_args()
-    matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     figure = plot(json.loads(options.result.read_text()))
-    figure.savefig(options.out, metadata={"Date": None})
+    save(figure, options.out)
 
 
 def plot(result: dict) -> plt.Figure:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
+from onestem_lab.plots import save
 from onestem_lab.results import LAB, RESULTS
 
 matplotlib.use("svg")
@@ -31,10 +32,9 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=RESULTS / "plan-stream.json")
     parser.add_argument("--out", type=Path, default=LAB / "notes" / "replicas.svg")
     options = parser.parse_args()
-    matplotlib.rcParams["svg.hashsalt"] = "onestem"  # the same file from the same result
     jobs = json.loads(options.result.read_text())["jobs"]
     figure = plot(max(jobs, key=lambda job: job["prompts"]))
-    figure.savefig(options.out, metadata={"Date": None})
+    save(figure, options.out)
 
 
 def plot(job: dict) -> plt.Figure:

@@ -209,7 +209,7 @@ def _drop_from_page_cache(path: Path) -> None:
 def _linear_rate(llm: LLM, rows: int) -> float:
     """Tokens per second of the layers' matrix products alone, at the rows of a prefill step."""
     decoder = llm.decoder
-    rows = min(rows, llm.engine.scheduler.budget.most)
+    rows = min(rows, llm.engine.limits.step_tokens)
     hidden = torch.randn(rows, llm.config.hidden_size).to(decoder.device, decoder.dtype)
     layer = decoder.layers[0]
     widths = {each.output.in_features for each in decoder.layers}
@@ -310,10 +310,10 @@ def _encode(llm: LLM, modules: _Modules, case: LibraryCase) -> None:
 
 def _setting(llm: LLM) -> dict[str, Any]:
     return {
-        "share": llm.engine.share,
+        "share": llm.engine.options.share,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention": llm.engine.impl.name,
+        "attention": llm.engine.options.impl,
         "kv_tokens": llm.kv_tokens,
         "kv_bytes_per_token": llm.decoder.kv_bytes_per_token,
     }

@@ -11,18 +11,16 @@ right if it is the same text, character by character. Results: lab/results/pml-a
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from onestem.llm import LLM
 from onestem.pml import ISOLATIONS, Import, Module, Prompt, Role, Schema
 from onestem.request import SamplingParams
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, ROOT, machine, write
 
 sys.path.insert(0, str(ROOT / "training"))
 
@@ -160,13 +158,12 @@ def main() -> None:
     report = {
         "command": "python -m onestem_lab.pml_accuracy "
         f"--libraries {options.libraries} --questions {options.questions} --dtype {options.dtype}",
-        "date": str(date.today()),
         "machine": machine(),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "points_below_off": differences(results),
         "results": results,
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.out, report)
     show(results)
 
 

@@ -10,7 +10,6 @@ import json
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ import transformers
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 from onestem.shapes import find_shape
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), options)
     name = f"prefill-{options.shape}-{options.dtype}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / name, result)
     print(json.dumps({k: result[k] for k in ("seconds", "ratio")}))
 
 
@@ -61,7 +60,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         f"--pairs {options.pairs} --dtype {options.dtype}",
         "machine": machine(),
         "transformers": transformers.__version__,
-        "date": date.today().isoformat(),
         "seconds": {name: statistics.median(values) for name, values in times.items()},
         "ratio": {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)},
         "all_seconds": times,

@@ -30,6 +30,7 @@ from onestem.batch import Progress
 from onestem.jobs import run_file
 from onestem.models.find import find_model
 from onestem.replicas import Replicas
+from onestem_lab.results import write
 
 LINES_PER_KILL = 4
 WHOM = ("replica",) * 6 + ("node", "driver")
@@ -212,7 +213,7 @@ def main() -> None:
             found = total(jobs)
             print(json.dumps(found), flush=True)
             if given.out is not None:
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+                write(given.out, found)
     if found["lost"] or found["doubled"] or found["errors"] or found["hangs"]:
         raise SystemExit("lines were lost, doubled or not answered, or a driver hung")
     if not found["equal_bytes"]:

@@ -25,6 +25,7 @@ from onestem.options import EngineOptions
 from onestem.planner import plan_job
 from onestem_lab.papers.batchllm import EXPERIMENTS
 from onestem_lab.papers.jobs import JobRuns
+from onestem_lab.results import write
 
 MODEL, DEVICE = "shape:llama3.1-8b", "h200"
 VOCABULARY = 32_000
@@ -93,7 +94,7 @@ def main() -> None:
         found["papers"][name] = dealt_paper_job(target, case)
         print(name, json.dumps(found["papers"][name]), flush=True)
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.out, found)
 
 
 if __name__ == "__main__":

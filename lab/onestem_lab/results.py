@@ -1,32 +1,80 @@
-"""Where results are, and what each says of its sources and its machine."""
+"""What a result says of its sources and its machine, and how it is written."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import subprocess
+from collections.abc import Mapping
+from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LAB", "RESULTS", "ROOT", "commit", "machine"]
+import onestem
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "COMMIT",
+    "LAB",
+    "RESULTS",
+    "ROOT",
+    "UNKNOWN",
+    "commit",
+    "commit_of",
+    "device_name",
+    "hardware",
+    "machine",
+    "processor",
+    "write",
+]
 
 ROOT = Path(__file__).parents[2]  # of a clone
 LAB = ROOT / "lab"
 RESULTS = LAB / "results"
+COMMIT = "ONESTEM_COMMIT"
+"""Environment variable: the commit of sources that were copied without git."""
+UNKNOWN = "unknown"
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
+def write(path: Path, result: Mapping[str, Any] | list[Any]) -> None:
+    """Write a result as JSON. An object gets today's date and the commit that runs, unless it has
+    its own."""
+    if isinstance(result, Mapping):
+        first = {"command": result["command"]} if "command" in result else {}
+        result = first | {"date": date.today().isoformat(), "commit": commit()} | dict(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@cache
 def commit() -> str:
-    """The commit of this checkout, with "+" where files differ from it; "unknown" without git."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+    """The commit of these sources, as it was when a process first asked."""
+    return commit_of(ROOT, onestem.__version__)
+
+
+def commit_of(root: Path, version: str) -> str:
+    """The commit of the sources in a folder, with "+" where files differ from it; or else that of
+    the version's name, or `UNKNOWN`."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+        found = subprocess.run([*command, "--abbrev=12"], capture_output=True, text=True)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    named = re.search(r"\+g([0-9a-f]+)", version)
+    return named[1] if named else UNKNOWN
 
 
 def machine() -> dict[str, object]:
-    """This machine's CPU, and the versions that ran on it."""
+    """This machine's CPU, and the versions that run on it."""
     import torch
 
     return {
@@ -36,8 +84,38 @@ def machine() -> dict[str, object]:
         "bf16_instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         "torch": version("torch"),
         "onestem": _installed(),
-        "commit": commit(),
     }
+
+
+def processor(threads: int) -> dict[str, Any]:
+    """This machine's CPU by its name and instructions, and how many threads ran on it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", "").split()
+    return {
+        "processor": fields.get("model name", platform.processor()),
+        "threads": threads,
+        "instructions": [flag for flag in INSTRUCTIONS if flag in flags],
+        "architecture": platform.machine(),
+    }
+
+
+def hardware(device: str) -> str:
+    """A GPU's name, or cores and what they have."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    flags = Path("/proc/cpuinfo").read_text()
+    has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
+    return f"{os.cpu_count()} cores with {' and '.join(has) or 'neither AVX-512 nor AMX'}"
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or `cpu`."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _installed() -> str:

@@ -24,7 +24,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Container
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 VOCAB = 128_256
 PEAKED = 6.0
@@ -79,7 +78,6 @@ def main() -> None:
     options = _options()
     result: dict[str, Any] = {
         "command": "python -m onestem_lab.sampling " + options.said,
-        "date": str(date.today()),
         "machine": machine(),
         "onestem": onestem.__version__,
         "torch": torch.__version__,
@@ -129,7 +127,7 @@ def _options() -> argparse.Namespace:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
 
 
 # --------------------------------------------------------------------------------- kernels

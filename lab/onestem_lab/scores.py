@@ -25,7 +25,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from onestem.llm import LLM
 from onestem.models.find import find_model
 from onestem.shapes import is_shape
 from onestem_lab.lengths import parse_lengths
-from onestem_lab.results import machine
+from onestem_lab.results import device_name, machine, write
 
 STEP_ROWS = 8192
 LASTING_SECONDS = 8.0
@@ -79,7 +78,6 @@ def main() -> None:
         "command": f"python -m onestem_lab.scores {' '.join(sys.argv[1:])}".strip(),
         "machine": machine(),
         "transformers": transformers.__version__,
-        "date": str(date.today()),
         "model": options.model,
         "device": device_name(llm.device),
         "dtype": options.dtype,
@@ -108,7 +106,7 @@ def main() -> None:
         ) / result["cpu_seconds"]
     print(json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1))
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     print(summary(result))
 
 
@@ -130,10 +128,6 @@ def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The middle one by its rate; of an even number the slower of the two."""
     ordered = sorted(runs, key=lambda run: float(run["questions_per_second"]))
     return ordered[(len(ordered) - 1) // 2]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def parse() -> argparse.Namespace:

@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 
 from onestem.llm import LLM
 from onestem.request import SamplingParams
-from onestem_lab.checkout import in_turns, machine
-from onestem_lab.results import RESULTS
+from onestem_lab.checkout import in_turns
+from onestem_lab.results import RESULTS, hardware, write
 
 # Of each model: bytes of a token's KV and tokens of KV memory; then jobs: problems, answers to
 # each, tokens of the common prefix, of a problem, of each request's own, and of an answer; and
@@ -68,11 +67,10 @@ def _write(options: argparse.Namespace, each: dict[str, dict[str, list[Any]]]) -
         jobs[name] = {"seconds": seconds, **ratio, "each": found}
     result = {
         "command": " ".join(["python -m onestem_lab.short_memory", *sys.argv[1:]]),
-        "machine": machine(options.device),
-        "date": str(date.today()),
+        "machine": hardware(options.device),
         "jobs": jobs,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def _options() -> argparse.Namespace:

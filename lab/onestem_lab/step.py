@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
-from onestem_lab.checkout import in_turns, machine
-from onestem_lab.results import RESULTS, ROOT
+from onestem_lab.checkout import in_turns
+from onestem_lab.results import RESULTS, ROOT, hardware, write
 
 ROWS = (1, 256, 1000)
 PREFIX = 64
@@ -50,8 +49,7 @@ def main() -> None:
         turns[side].append(told)
     result: dict[str, Any] = {
         "command": " ".join(["python -m onestem_lab.step", *sys.argv[1:]]),
-        "machine": machine(options.device),
-        "date": str(date.today()),
+        "machine": hardware(options.device),
         "calls": turns["now"][0]["calls"],
     }
     for side, found in turns.items():
@@ -63,7 +61,7 @@ def main() -> None:
         result["ratio"] = {n: result["now"][n] / result["before"][n] for n in result["now"]}
         print("now / before", {n: round(r, 3) for n, r in result["ratio"].items()}, flush=True)
     print("calls", result["calls"], flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def _options() -> argparse.Namespace:
@@ -159,7 +157,7 @@ def time_waits(engine: Any, device: torch.device) -> list[float]:
     runner = engine.launcher.runner if hasattr(engine, "launcher") else engine._runner
     runner = getattr(runner, "_runner", runner)  # of rank 0
     runner._forward = timed(runner._forward)
-    engine._sampler.launch = timed(engine._sampler.launch)
+    engine.launcher.sampler.launch = timed(engine.launcher.sampler.launch)
     return waited
 
 

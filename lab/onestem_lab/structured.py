@@ -16,13 +16,12 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from onestem.llm import LLM
 from onestem.request import RequestOutput, SamplingParams
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 NAMES = (
     "Marie", "John", "Ahmed", "Yuki", "Olga", "Pedro", "Fatima", "Lars", "Chen", "Amara",
@@ -460,12 +459,11 @@ def main() -> None:
         show(name, results[name])
         report = {
             "command": f"python -m onestem_lab.structured MODELDIR --dtype {options.dtype}",
-            "date": str(date.today()),
             "machine": machine(),
             "model": options.model.name,
             "results": results,
         }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(options.out, report)
 
 
 if __name__ == "__main__":

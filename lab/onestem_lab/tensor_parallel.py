@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from onestem import LLM, SamplingParams
 from onestem.engine.engine import Engine
 from onestem.request import Request
+from onestem_lab.results import write
 from onestem_lab.step import time_waits
 
 FIRST = 12  # steps that are left out
@@ -69,7 +69,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python -m onestem_lab.tensor_parallel", *sys.argv[1:]]),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "date": str(date.today()),
         "torch": torch.__version__,
         "model": options.model,
         "dtype": options.dtype,
@@ -87,7 +86,7 @@ def main() -> None:
         name: several[name] - one[name] for name in one if name.startswith("host")
     }
     print(result["times as fast"], result["host ms more"])
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def parse() -> argparse.Namespace:

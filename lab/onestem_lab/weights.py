@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
 from onestem.request import Request, SamplingParams
 from onestem_lab.batch import machine
-from onestem_lab.scores import device_name
+from onestem_lab.results import device_name, write
 
 SHARD_BYTES = 4 << 30
 BUFFER_BYTES = 256 << 20
@@ -53,7 +52,6 @@ def main() -> None:
     device = pick_device(options.device)
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.weights {' '.join(sys.argv[1:])}".strip(),
-        "date": str(date.today()),
         "machine": machine(),
         "device": device_name(device),
         "onestem": onestem.__version__,
@@ -64,7 +62,7 @@ def main() -> None:
         result[name], line = parts[name](options, device)
         print(f"{name}: {line}", flush=True)
         if options.out is not None:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(options.out, result)
 
 
 # ----------------------------------------------------------------------------- loading

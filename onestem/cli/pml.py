@@ -145,7 +145,7 @@ def compare(
 ) -> None:
     """Answer prompts twice: with their modules cached, and computed whole.
 
-    Both answers stand beside each other, with the median times to the first token, measured in
+    Both answers are printed side by side, with the median times to the first token, measured in
     turns. Computed whole is isolation=off: ordinary causal attention.
     """
     from rich.console import Console

@@ -71,7 +71,7 @@ def _answer(llm: LLM, compiled: CompiledPrompt, params: SamplingParams) -> Reque
     """The answer to a prompt that finds its modules in the cache, and nothing else."""
     request = llm.pml_request(compiled, params)
     request = replace(request, cache_salt=secrets.token_hex(8), common_modules=True)
-    llm.engine.validate(request)
+    llm.engine.requests.validate(request)
     (output,) = llm.engine.run([request])
     return output
 

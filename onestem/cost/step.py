@@ -279,7 +279,7 @@ class StepCost:
 
         Args:
             first: no run is above it.
-            below: tokens of a row that stand below the run.
+            below: tokens of a row that are below the run.
         """
         tokens = self.shape.seen(tokens, below)
         apart = rows * tokens * self.walk(1)

@@ -46,7 +46,7 @@ class StepTrace:
             raise ConfigError(f"trace {path}: {error.strerror}: choose another file") from error
 
     def restart(self) -> None:
-        """Begin anew: with the next step the file is emptied, unless it is a pipe or a device."""
+        """Begin again: with the next step the file is emptied, unless it is a pipe or a device."""
         self._step, self._began = 0, time.perf_counter()
         self._is_fresh = True
 

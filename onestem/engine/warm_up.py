@@ -16,16 +16,16 @@ SHARES = (1.0, 0.75, 0.5)
 
 def warm_up(engine: Engine) -> None:
     """Run full steps of prompts behind a prefix, then forget them; nothing on a CPU."""
-    if engine.decoder.device.type != "cuda":
+    if engine.weights.decoder.device.type != "cuda":
         return
     tokens, names = count(), map(str, count())
-    vocab_size, room = engine.decoder.config.vocab_size, engine.max_model_len - 2
+    vocab_size, room = engine.weights.decoder.config.vocab_size, engine.max_model_len - 2
 
     def some(length: int) -> list[int]:
         return [next(tokens) % vocab_size for _ in range(length)]
 
     for share in SHARES:
-        rows = int(share * min(engine.scheduler.budget.most, engine.cache.pool.num_tokens // 2))
+        rows = int(share * min(engine.limits.step_tokens, engine.cache.pool.num_tokens // 2))
         own = min(rows // (2 * PROMPTS), room // 2)
         prefix = some(min(rows - PROMPTS * own, room - own))
         prompts = [prefix + some(own) for _ in range(PROMPTS)]
@@ -39,4 +39,4 @@ def warm_up(engine: Engine) -> None:
             pass
     engine.cache.clear()
     engine.reset_stats()
-    engine.scheduler.budget.forget()
+    engine.limits.forget()

@@ -119,7 +119,7 @@ class Target:
         )
         if llm.team is not None:  # rates are those of one device
             find = partial(_given, None)
-        most, size = llm.engine.scheduler.budget.most, llm.options.page_size
+        most, size = llm.engine.limits.step_tokens, llm.options.page_size
         return Target(shape, llm.kv_tokens, find, size, most, llm.options.max_num_seqs)
 
     def settled(self) -> Target:

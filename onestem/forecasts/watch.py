@@ -89,7 +89,9 @@ class JobWatch:
     def of_llm(llm: LLM) -> JobWatch:
         """A watch of a running engine."""
         most = llm.engine.max_model_len
-        return JobWatch(Target.of_llm(llm), llm.engine.share, lambda: llm.engine.stats, most)
+        return JobWatch(
+            Target.of_llm(llm), llm.engine.options.share, lambda: llm.engine.stats, most
+        )
 
     def planner(self, planner: Callable[..., JobPlan]) -> Callable[..., JobPlan]:
         """The same planner, whose first plan is noted. Later plans are of single lines at which an

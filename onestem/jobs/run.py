@@ -126,7 +126,7 @@ def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
     """The functions that answer requests and that validate them."""
     if isinstance(llm, Replicas):
         return llm.run, llm.validate
-    return partial(_run, llm), llm.engine.validate
+    return partial(_run, llm), llm.engine.requests.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:

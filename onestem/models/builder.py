@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import WeightsError
-from onestem.models.checkpoint import Source, listed
+from onestem.models.checkpoint import Source
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm, activation_of
 from onestem.models.formats.held import Weight
@@ -28,7 +28,7 @@ from onestem.models.mlp import (
     route,
     route_on_gpu,
 )
-from onestem.models.names import Role
+from onestem.models.names import Role, listed
 from onestem.models.part import part_of
 from onestem.models.places import Place, ProductPlace, TensorPlace
 from onestem.models.ranks import ALONE, Ranks
@@ -148,11 +148,11 @@ class Builder:
             ),
             output=self.linear(specs, Role.OUTPUT),
             post_norm=self.optional_norm(specs, Role.POST_NORM),
-            mlp=self.mlp(specs, up, Role.DOWN) if has_mlp else self.experts(index),
+            mlp=self.mlp(specs, up, Role.DOWN) if has_mlp else self.experts(specs),
             output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
             down_norm=self.optional_norm(specs, Role.DOWN_NORM),
             qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
-            beside=self.beside(index) if has_experts and has_mlp else None,
+            beside=self.beside(specs) if has_experts and has_mlp else None,
             vectors=self.layer_vectors(specs),
             scalar=self.optional(specs, Role.SCALAR),
         )
@@ -186,20 +186,20 @@ class Builder:
         """An MLP. `up`: roles of gate and up, those that are there."""
         return Mlp(self.linear(specs, *up), self.linear(specs, down))
 
-    def beside(self, index: int) -> ExpertsBeside:
-        """Experts beside the MLP of the layer `index`."""
-        specs, root = self.tensors.layers[index], self.config.hidden_size**-0.5
+    def beside(self, specs: ByRole) -> ExpertsBeside:
+        """Experts beside the MLP of a layer."""
+        root = self.config.hidden_size**-0.5
         return ExpertsBeside(
-            experts=self.experts(index),
+            experts=self.experts(specs),
             router_norm=self.tensor(specs[Role.ROUTER_SCALE], lambda x: x * root),
             input_norm=self.norm_weight(specs[Role.EXPERTS_INPUT_NORM]),
             output_norm=self.norm_weight(specs[Role.EXPERTS_OUTPUT_NORM]),
             mlp_norm=self.norm_weight(specs[Role.MLP_NORM]),
         )
 
-    def experts(self, index: int) -> ExpertLayer:
-        """Experts of the layer `index`, with their router and what every row takes beside them."""
-        specs, experts = self.tensors.layers[index], self.config.experts
+    def experts(self, specs: ByRole) -> ExpertLayer:
+        """Experts of a layer, with their router and what every row takes beside them."""
+        experts = self.config.experts
         assert experts is not None
         shared = shared_gate = None
         if Role.SHARED_DOWN in specs:
@@ -212,16 +212,15 @@ class Builder:
             experts=experts,
             router=self.head(specs[Role.ROUTER], self.target.layout),
             correction=correction,
-            products=self.products(index, *self.expert_weights(index)),
+            products=self.products(specs, *self.expert_weights(specs)),
             shared=shared,
             shared_gate=shared_gate,
             route=route_on_gpu if self.on_gpu else route,
             expert_scales=scales,
         )
 
-    def expert_weights(self, index: int) -> ExpertWeights:
+    def expert_weights(self, specs: ByRole) -> ExpertWeights:
         """Weights of a layer's experts, as they are held."""
-        specs = self.tensors.layers[index]
         return self.grouped(specs[Role.EXPERTS_UP]), self.grouped(specs[Role.EXPERTS_DOWN])
 
     def grouped(self, spec: TensorSpec) -> GroupedWeight:
@@ -245,7 +244,7 @@ class Builder:
             bias = None if bias is None else torch.cat(halves(bias), dim=1)
         return GroupedWeight(values, scales, bias)
 
-    def products(self, index: int, up: GroupedWeight, down: GroupedWeight) -> ExpertProducts:
+    def products(self, specs: ByRole, up: GroupedWeight, down: GroupedWeight) -> ExpertProducts:
         """Products of all experts of a layer, the fastest for the device."""
         experts = self.config.experts
         assert experts is not None
@@ -254,7 +253,7 @@ class Builder:
         some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
         linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
         if self.quantised is None:
-            self.note_experts(index, linears)
+            self.note_experts(specs, linears)
         if self.on_gpu:
             from onestem.ops.triton.experts import GroupedExperts
             from onestem.ops.triton.tiled_experts import TiledExperts
@@ -272,11 +271,10 @@ class Builder:
         bias = None if weight.bias is None else weight.bias[index]
         return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
 
-    def note_experts(self, index: int, linears: Sequence[tuple[Linear, Linear]]) -> None:
+    def note_experts(self, specs: ByRole, linears: Sequence[tuple[Linear, Linear]]) -> None:
         """Note the places of the tensors of single experts."""
-        ups, downs = (
-            self.tensors.singles(index, role) for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN)
-        )
+        wholes = (specs[Role.EXPERTS_UP], specs[Role.EXPERTS_DOWN])
+        ups, downs = map(self.tensors.singles, wholes)
         for (up, down), of_up, of_down in zip(linears, ups, downs, strict=True):
             half = up.out_features // 2
             self.places.append(ProductPlace(up, of_up, (half, half)))

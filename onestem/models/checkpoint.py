@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from onestem.errors import ConfigError, UnsupportedError, WeightsError
-from onestem.files import check_regular
+from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
-from onestem.models.fields import read_json
-from onestem.models.find import other_format
 from onestem.models.formats.held import Weight, dense
 from onestem.models.formats.stored import (
     FLOATS,
@@ -30,22 +26,20 @@ from onestem.models.formats.stored import (
     stored_weight,
     wrong_values,
 )
-from onestem.models.names import Role
+from onestem.models.names import Role, listed
 from onestem.models.quantization import Scheme
+from onestem.models.shards import opened, tensor_files
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.native import native
 
 __all__ = [
     "Checkpoint",
-    "Header",
     "Source",
+    "TensorHeader",
     "check_shapes",
     "check_unknown",
-    "file_bytes",
     "has_own_head",
-    "listed",
     "open_checkpoint",
-    "our_name",
     "with_own_head",
 ]
 
@@ -56,9 +50,6 @@ Singles = Mapping[str, Sequence[Sequence[TensorSpec]]]
 Schemes = Mapping[str, tuple[Scheme, TensorSpec]]
 
 log = logging.getLogger(__name__)
-
-# How many names an error spells out before it gives only their number.
-NAMES_SHOWN = 4
 
 BYTES = ("U8",)  # dtypes of tensors of mxfp4
 
@@ -85,7 +76,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """Shape and dtype of a tensor, known before it is read; dtypes of files as safetensors names
     them."""
 
@@ -94,7 +85,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Held(Header):
+class FileTensor(TensorHeader):
     """A tensor in a file, and its name there."""
 
     file: Path
@@ -110,7 +101,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, FileTensor],
         schemes: Schemes,
         singles: Singles,
         dtype: torch.dtype,
@@ -120,7 +111,7 @@ class Checkpoint:
         self.schemes = schemes
         self._singles = singles
         # One file is open at a time, so that the pages of a finished shard can be dropped.
-        self._opened = functools.lru_cache(maxsize=1)(_opened)
+        self._opened = functools.lru_cache(maxsize=1)(opened)
         self._dtype = dtype
         self._device = device
         self._copy = Staging(device) if device.type == "cuda" else None
@@ -245,7 +236,7 @@ def open_checkpoint(
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     config, directory = tensors.config, Path(directory)
-    held = _held(config, _tensor_files(directory))
+    held = _headers(config, tensor_files(directory))
     specs = {spec.name: spec for spec in tensors}
     singles = _singles_in_files(tensors, held)
     for name, experts in singles.items():
@@ -268,16 +259,16 @@ def _singles_in_files(tensors: Tensors, held: Collection[str]) -> Singles:
     if tensors.alternates:
         return found
     modules = {name.rpartition(".")[0] for name in held}
-    for layer, whole in tensors.of_experts():
+    for whole in tensors.of_experts:
         if whole.name not in held:
-            singles = tensors.singles(layer, whole.role)
+            singles = tensors.singles(whole)
             if any(one.module in modules for expert in singles for one in expert):
                 found[whole.name] = singles
     return found
 
 
 def _schemes(
-    config: ModelConfig, specs: Iterable[TensorSpec], held: Mapping[str, Held]
+    config: ModelConfig, specs: Iterable[TensorSpec], held: Mapping[str, FileTensor]
 ) -> dict[str, tuple[Scheme, TensorSpec]]:
     """Schemes of the modules that are quantised in the files."""
     found: dict[str, tuple[Scheme, TensorSpec]] = {}
@@ -325,15 +316,14 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
     Mistral Small's files do, though their `config.json` ties the two. As in transformers, the
     head in the files is used.
     """
-    stored = _tensor_files(directory)
+    stored = tensor_files(directory)
     names = _names(config, stored)
     pair = [f"{config.tensor_names[role]}.weight" for role in (Role.HEAD, Role.EMBEDDING)]
     if not all(name in names for name in pair):
         return False
     with ExitStack() as files:
         head, embedding = (
-            files.enter_context(_opened(stored[names[name]])).get_slice(names[name])
-            for name in pair
+            files.enter_context(opened(stored[names[name]])).get_slice(names[name]) for name in pair
         )
         shape = head.get_shape()
         if shape != embedding.get_shape() or len(shape) != 2:
@@ -351,7 +341,7 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     names = config.tensor_names
     found: dict[str, str] = {}
     for name in stored:
-        ours = our_name(config, name)
+        ours = config.tensor_names.ours(name)
         if ours is None:
             continue
         if ours in found:
@@ -363,106 +353,17 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def our_name(config: ModelConfig, name: str) -> str | None:
-    """The decoder's name of a tensor, which some checkpoints call otherwise. None: it belongs to a
-    part that is not computed. The common prefix of all names is ignored."""
-    names = config.tensor_names
-    if name.startswith(names.beside):
-        return None
-    for theirs, ours in names.renamed:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Name of each tensor -> the file that holds it."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_files(index)
-    file = directory / "model.safetensors"
-    if not file.exists():
-        raise WeightsError(_no_weights(directory))
-    with _opened(file) as handle:
-        return dict.fromkeys(handle.keys(), file)
-
-
-def file_bytes(directory: Path) -> int:
-    """Bytes of the files that hold a directory's tensors; raises `WeightsError` without them."""
-    return sum(file.stat().st_size for file in set(_tensor_files(directory).values()))
-
-
-def _no_weights(directory: Path) -> str:
-    others = sorted(file.name for file in directory.glob("*.safetensors"))
-    if others:
-        rest = f", but {listed(others)}: write the weights as transformers does"
-    else:
-        told = other_format(directory)
-        rest = f", but {told}" if told else ": convert the weights to these"
-    return (
-        f"{directory} has neither model.safetensors nor model.safetensors.index.json{rest}, or ask "
-        "for random weights"
-    )
-
-
-def _indexed_files(index: Path) -> dict[str, Path]:
-    try:
-        names = read_json(index)["weight_map"]
-        files = {name: index.parent / str(file) for name, file in names.items()}
-    except (ConfigError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} has no readable weight_map: {error!r}") from None
-    shards = set(files.values())
-    outside = sorted({str(file) for file in names.values() if not _is_name(file)})
-    if outside:
-        raise WeightsError(f"{index} names what is no file beside it: {listed(outside)}")
-    absent = sorted(file.name for file in shards if not _is_file(file))
-    if absent:
-        raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
-    held = {file: set(_names_in(file)) for file in sorted(shards)}
-    lost = sorted(name for name, file in files.items() if name not in held[file])
-    if lost:
-        raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
-    # What its files hold beside is read as well, as by transformers: nothing is ignored silently.
-    return {name: file for file, names in held.items() for name in names} | files
-
-
-def _is_name(file: object) -> bool:
-    return isinstance(file, str) and file not in ("", "..") and Path(file).name == file
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError:  # a name that no file can have
-        return False
-
-
-def _names_in(file: Path) -> list[str]:
-    with _opened(file) as handle:
-        return list(handle.keys())
-
-
-def _opened(file: Path) -> safe_open:
-    what = f"{file} cannot be read as safetensors"
-    try:
-        check_regular(file, WeightsError, most_bytes=None)
-        with native(what, WeightsError):
-            return safe_open(file, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{what}: {error}") from None
-
-
-def _held(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, Held]:
+def _headers(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, FileTensor]:
     """Headers of all tensors of the decoder."""
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for name, at in _names(config, files).items():
         by_file.setdefault(files[at], []).append((name, at))
     held = {}
     for file, pairs in by_file.items():
-        with _opened(file) as handle:
+        with opened(file) as handle:
             for name, at in pairs:
                 part = handle.get_slice(at)
-                held[name] = Held(tuple(part.get_shape()), part.get_dtype(), file, at)
+                held[name] = FileTensor(tuple(part.get_shape()), part.get_dtype(), file, at)
     return held
 
 
@@ -470,7 +371,7 @@ def _check_names(
     directory: Path,
     config: ModelConfig,
     expected: Mapping[str, Expected],
-    held: Mapping[str, Held],
+    held: Mapping[str, FileTensor],
 ) -> None:
     needed = {name for name, one in expected.items() if not one.optional}
     missing = sorted(needed - set(held))
@@ -502,7 +403,7 @@ def check_shapes(
     holder: object,
     config: ModelConfig,
     expected: Mapping[str, Expected],
-    held: Mapping[str, Header],
+    held: Mapping[str, TensorHeader],
 ) -> None:
     """Raise `WeightsError` for tensors of other shapes or dtypes. The unused head of a tied model
     is checked too: another shape means another model."""
@@ -527,9 +428,3 @@ def _wanted(config: ModelConfig, wanted: Expected) -> str:
     if config.quantization is None:
         return f"{said}: config.json says nothing of quantised weights"
     return said
-
-
-def listed(names: list[str]) -> str:
-    """Names for an error: the first few, and how many there are."""
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

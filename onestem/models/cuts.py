@@ -59,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cut:
-    """Consecutive spans of one dimension of a tensor. Zeros stand beyond the dimension's end."""
+    """Consecutive spans of one dimension of a tensor. Zeros are beyond the dimension's end."""
 
     dim: int
     spans: tuple[Span, ...]

@@ -1,6 +1,6 @@
 """One decoder for all families: the rows of a step in, their last hidden states out.
 
-The rows of all sequences of a step stand on one axis. What a row may see is not known here: the
+The rows of all sequences of a step are on one axis. What a row may see is not known here: the
 caller hands in `attend`, which writes the rows' keys and values and attends over the step's plan.
 """
 

@@ -6,7 +6,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Role", "TensorNames"]
+__all__ = ["Role", "TensorNames", "listed"]
+
+# How many names an error spells out before it gives only their number.
+NAMES_SHOWN = 4
 
 
 class Role(enum.Enum):
@@ -106,3 +109,19 @@ class TensorNames:
         merged = {**self.names, **names}
         kept = {role: name for role, name in merged.items() if name is not None}
         return replace(self, names=kept)
+
+    def ours(self, name: str) -> str | None:
+        """The name here of a tensor, which some checkpoints call otherwise. None: it belongs to a
+        part that is not computed. The common prefix of all names is ignored."""
+        if name.startswith(self.beside):
+            return None
+        for theirs, ours in self.renamed:
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+
+def listed(names: list[str]) -> str:
+    """Names for an error: the first few, and how many there are."""
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"

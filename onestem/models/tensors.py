@@ -48,10 +48,11 @@ class TensorSpec:
         shape: of the whole tensor: `[rows, width]` of a table, `[out_features, in_features]` of a
             matrix, `[num, out_features, in_features]` of experts (`[num, out_features, blocks, 16]`
             in mxfp4).
+        layer: index; None: it belongs to no layer.
         cut: the part that the rank holds; None: all.
         module: the module that has it as its weight, which may be stored in another format, as
             other tensors of the module; None: it is always stored as it is.
-        transposed: its last two dimensions stand the other way round.
+        transposed: its last two dimensions are swapped.
         scales, bias: the tensors beside a weight; they have its role.
     """
 
@@ -59,6 +60,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     role: Role
     kind: Kind
+    layer: int | None = None
     cut: Cut | None = None
     module: str | None = None
     transposed: bool = False
@@ -100,10 +102,10 @@ class Tensors:
         self.ranks = ranks
         self.model: ByRole = {one.role: one for one in _Maker(config, ranks).of_model()}
         self.layers: Sequence[ByRole] = [
-            {one.role: one for one in _Maker(config, ranks, index).of_layer()}
+            {one.role: one for one in _Maker(config, ranks, index).of_layer(index)}
             for index in range(config.num_layers)
         ]
-        self._singles: dict[tuple[int, Role], list[tuple[TensorSpec, ...]]] = {}
+        self._singles: dict[str, list[tuple[TensorSpec, ...]]] = {}
 
     def __iter__(self) -> Iterator[TensorSpec]:
         """Every tensor of the checkpoint, biases and scales included, layer by layer."""
@@ -132,20 +134,19 @@ class Tensors:
         each = {Kind.CODES: 2, Kind.POWERS: 0}
         return sum(math.prod(one.shape) * each.get(one.kind, 1) for one in self)
 
-    def of_experts(self) -> Iterator[tuple[int, TensorSpec]]:
-        """(layer, weight of all its experts)."""
-        for layer, part in enumerate(self.layers):
-            for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN):
-                if role in part:
-                    yield layer, part[role]
+    @property
+    def of_experts(self) -> list[TensorSpec]:
+        """Weights of all experts of a layer."""
+        roles = (Role.EXPERTS_UP, Role.EXPERTS_DOWN)
+        return [part[role] for part in self.layers for role in roles if role in part]
 
-    def singles(self, layer: int, role: Role) -> list[tuple[TensorSpec, ...]]:
+    def singles(self, whole: TensorSpec) -> list[tuple[TensorSpec, ...]]:
         """For each expert the matrices that stand for its part of a weight of all experts, if they
         are concatenated by rows: most files hold these instead."""
-        at = layer, role
-        if at not in self._singles:
-            self._singles[at] = _Maker(self.config, self.ranks, layer).singles(role)
-        return self._singles[at]
+        if whole.name not in self._singles:
+            maker = _Maker(self.config, self.ranks, whole.layer)
+            self._singles[whole.name] = maker.singles(whole.role)
+        return self._singles[whole.name]
 
     @property
     def alternates(self) -> bool:
@@ -164,7 +165,7 @@ class _Maker:
 
     def __init__(self, config: ModelConfig, ranks: Ranks, layer: int | None = None) -> None:
         self.config, self.names = config, config.tensor_names
-        self.layer = 0 if layer is None else layer
+        self.layer = layer
         self.at = "" if layer is None else self.names.layer.format(layer)
         self.axes = Axes(config, ranks)
         self.hidden = Axis(config.hidden_size)
@@ -187,16 +188,16 @@ class _Maker:
             yield self.matrix(Role.VECTORS_PROJECTION, width, hidden)
             yield self.norm(Role.VECTORS_NORM, Axis(config.token_vectors))
 
-    def of_layer(self) -> Iterator[TensorSpec]:
+    def of_layer(self, index: int) -> Iterator[TensorSpec]:
         config, hidden = self.config, self.hidden
         for role in (Role.INPUT_NORM, Role.OUTPUT_NORM, Role.POST_NORM, Role.DOWN_NORM):
             if role in self.names:
                 yield self.norm(role, bias=config.norm_bias)
-        yield from self.attention(config.heads[self.layer])
-        if config.has_experts(self.layer):
+        yield from self.attention(config.heads[index])
+        if config.has_experts(index):
             yield from self.experts()
-        if config.has_mlp(self.layer):
-            yield from self.mlp()
+        if config.has_mlp(index):
+            yield from self.mlp(config.mlp_size(index) // config.intermediate_size)
         if config.token_vectors:
             yield self.matrix(Role.VECTORS_GATE, Axis(config.token_vectors), hidden)
             yield self.matrix(Role.VECTORS_OUTPUT, hidden, Axis(config.token_vectors))
@@ -234,9 +235,9 @@ class _Maker:
         queries = (start + first - before, start + last - before)
         return Axis(lines.size, (queries, (start + group * size, stop)))
 
-    def mlp(self) -> Iterator[TensorSpec]:
+    def mlp(self, width: int) -> Iterator[TensorSpec]:
+        """`width`: how many times as wide as the model's MLPs it is."""
         config, hidden = self.config, self.hidden
-        width = config.mlp_size(self.layer) // config.intermediate_size
         columns = self.axes.mlp_columns.times(width)
         if Role.GATE in self.names:
             yield self.matrix(Role.GATE, columns, hidden, config.mlp_bias)
@@ -346,4 +347,4 @@ class _Maker:
             name = self.at + self.names[role] if module is None else f"{module}.weight"
         shape = tuple(axis.size for axis in axes)
         cut = next((Cut(dim, axis.spans) for dim, axis in enumerate(axes) if axis.spans), None)
-        return TensorSpec(name, shape, role, kind, cut, module, transposed, bias=bias)
+        return TensorSpec(name, shape, role, kind, self.layer, cut, module, transposed, bias=bias)

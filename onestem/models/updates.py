@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from onestem.errors import WeightsError
-from onestem.models.checkpoint import Header, check_shapes, check_unknown, listed, our_name
+from onestem.models.checkpoint import TensorHeader, check_shapes, check_unknown
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.formats.stored import Expected
+from onestem.models.names import listed
 from onestem.models.tensors import Tensors, TensorSpec
 
 __all__ = ["checked_tensors", "write_tensors"]
@@ -46,7 +47,7 @@ def checked_tensors(
     known = _expected(config)
     given: dict[str, Tensor] = {}
     for theirs, tensor in named_tensors:
-        name = our_name(config, theirs)
+        name = config.tensor_names.ours(theirs)
         if name is None:
             continue
         with_prefix = config.tensor_names.prefix + name
@@ -58,7 +59,7 @@ def checked_tensors(
         given[name] = tensor.detach()
     check_unknown(WHERE, config, known, given)
     headers = {
-        name: Header(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        name: TensorHeader(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in given.items()
     }
     check_shapes(WHERE, config, known, headers)
@@ -78,9 +79,9 @@ def _expected(config: ModelConfig) -> Mapping[str, Expected]:
     """Tensors that can be given: of all experts, and of single ones."""
     tensors = _tensors(config)
     specs = list(tensors)
-    for layer, whole in tensors.of_experts():
-        singles = tensors.singles(layer, whole.role)
-        specs += [spec for expert in singles for one in expert for spec in one.with_others()]
+    for whole in tensors.of_experts:
+        singles = (one for expert in tensors.singles(whole) for one in expert)
+        specs += [spec for one in singles for spec in one.with_others()]
     return {spec.name: Expected(spec.shape, FLOATING) for spec in specs}
 
 
@@ -93,12 +94,12 @@ def _by_expert(config: ModelConfig, given: dict[str, Tensor]) -> dict[str, Tenso
             raise WeightsError(f"{WHERE}: {single.name} is given twice")
         found[single.name] = piece
 
-    for layer, whole in tensors.of_experts():
+    for whole in tensors.of_experts:
         for spec in whole.with_others():
             if spec.name not in found:
                 continue
             tensor = spec.rows_first(found.pop(spec.name))
-            singles = tensors.singles(layer, whole.role)
+            singles = tensors.singles(whole)
             pieces = [tensor] if len(singles[0]) == 1 else tensors.halves(tensor)
             for expert, *theirs in zip(singles, *pieces, strict=True):
                 for one, piece in zip(expert, theirs, strict=True):

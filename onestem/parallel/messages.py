@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onestem.engine.step.inputs import Change, StepInputs
 from onestem.ops import AttentionPlan, windowed
-from onestem.ops.plan import END, RUN_FIELDS, RUN_LEN, RUN_PAGES, SPAN_FIELDS
+from onestem.ops.plan import RUN_FIELDS, SPAN_FIELDS
 
 __all__ = ["Reader", "ToldCall", "ToldStep", "advance", "call", "whole"]
 
@@ -106,8 +106,11 @@ class Reader:
             return array
 
         if not page_size:
-            tokens, *grown = (take(size, np.int64) for size in sizes[:4])
-            return ToldStep(self._inputs, self._advance(tokens, *grown), num_ids)
+            tokens, *taken = (take(size, np.int64) for size in sizes[:4])
+            change = Change(*taken)
+            self._inputs.token_ids[: len(tokens)] = tokens
+            self._inputs.advance(change)
+            return ToldStep(self._inputs, change, num_ids)
         ids, positions, slots, logit_rows, score_rows = (take(n, np.int64) for n in sizes[:5])
         run_pages, runs, spans, row_position = (take(n, np.int32) for n in sizes[5:])
         plan = AttentionPlan(
@@ -122,19 +125,3 @@ class Reader:
             ids, positions, slots, plans, logit_rows, [], score_rows, [], shared_read_tokens=0
         )
         return ToldStep(self._inputs, None, num_ids)
-
-    def _advance(
-        self, tokens: np.ndarray, runs: np.ndarray, index: np.ndarray, pages: np.ndarray
-    ) -> Change:
-        """Advance every row by one token, as `Order` does."""
-        inputs = self._inputs
-        plan, count = next(iter(inputs.plans.values())), len(inputs.positions)
-        inputs.token_ids[: len(tokens)] = tokens
-        inputs.positions[:] += 1
-        inputs.slots[:] += 1
-        inputs.slots[runs] = pages * plan.page_size
-        plan.row_position[:] += 1
-        plan.run_pages[plan.runs[runs, RUN_PAGES] + index] = pages
-        plan.runs[:count, RUN_LEN] += 1
-        plan.spans[:count, END] += 1
-        return Change(np.arange(count), runs, index, pages)

@@ -109,7 +109,7 @@ class Worker:
             if requests:
                 self._num_jobs += 1
                 self._num_waiting += len(requests)
-                engine.add_job(
+                engine.requests.add_job(
                     str(self._num_jobs), self._counted(list(requests)), groups=self._groups
                 )
             had_waiting = self._num_waiting > 0
@@ -124,8 +124,8 @@ class Worker:
         return Report(run, outputs, self._num_waiting, spent, self._stats, died)
 
     def _forget(self, run: int) -> None:
-        for job in self._llm.engine.job_ids:
-            self._llm.engine.remove_job(job)
+        for job in self._llm.engine.requests.job_ids:
+            self._llm.engine.requests.remove_job(job)
         self._run, self._num_waiting, self._groups = run, 0, {}
 
     def _counted(self, requests: list[Request]) -> Iterator[Request]:

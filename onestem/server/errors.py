@@ -91,6 +91,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
+        """What is sent, as JSON's object."""
         return error_object(self.status, self.message, self.param, self.code)
 
 
@@ -131,11 +132,13 @@ def too_late(seconds: float) -> ApiError:
 def error_object(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
+    """An error as OpenAI's API has it; its type follows from the status."""
     kind = TYPE_OF_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: ApiError, request_id: str) -> JSONResponse:
+    """The answer of an error; `request_id` is its `x-request-id`."""
     return JSONResponse(error.body(), error.status, {**error.headers, "x-request-id": request_id})
 
 

@@ -18,11 +18,14 @@ from onestem.errors import ConfigError
 from onestem.garbage import collecting_less, give_freed_memory_back
 from onestem.models.find import find_model
 from onestem.server.api.app import make_app
-from onestem.server.api.http import HalfOpenProtocol, hosts_of
+from onestem.server.api.foreign import hosts_of
+from onestem.server.api.half_open import HalfOpenProtocol
 from onestem.server.link.process import EngineProcess
 from onestem.server.logs import log
-from onestem.server.service import Service, say_listening, say_loading
+from onestem.server.page.routes import page_routes
+from onestem.server.service import Service
 from onestem.server.settings import Settings
+from onestem.server.startup import say_listening, say_loading
 
 __all__ = ["HttpServer", "bind", "serve"]
 
@@ -54,8 +57,10 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its own handling of signals."""
 
     def __init__(self, service: Service) -> None:
+        app = make_app(service)
+        app.include_router(page_routes)
         config = uvicorn.Config(
-            make_app(service),
+            app,
             http=HalfOpenProtocol,  # based on h11: httptools takes endless headers
             log_config=None,
             access_log=False,
@@ -71,6 +76,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`."""
         yield
 
     def begin_to_stop(self) -> None:
@@ -145,7 +151,7 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
     signals.heed(signal.SIGTERM)
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)  # before the line that says so: its reader may connect at once
-    say_listening(service, host, port)
+    say_listening(service.model, host, port, keys=service.keys.needed)
     jobs_end = asyncio.create_task(_put_jobs_down(service))
     try:
         await server.serve(sockets=[listener])

@@ -109,18 +109,22 @@ class Settings(Options):
 
     @property
     def max_body_bytes(self) -> int:
+        """`max_body` in bytes."""
         return parse_memory(self.max_body)
 
     @property
     def max_bodies_bytes(self) -> int:
+        """`max_bodies` in bytes."""
         return parse_memory(self.max_bodies)
 
     @property
     def max_file_bytes(self) -> int:
+        """`max_file` in bytes."""
         return parse_memory(self.max_file)
 
     @property
     def max_key_files_bytes(self) -> int:
+        """`max_key_files` in bytes."""
         return parse_memory(self.max_key_files)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from onestem.engine.engine import Engine
 from onestem.engine.step.order import Order
-from onestem.ops.plan import END, RUN_LEN
 from onestem.ops.reference import visible
 
 
@@ -28,16 +27,15 @@ def compare(engine: Engine) -> None:
     anew = Order(engine.cache, order.slots, windows=(None,), share=order._share)
     anew._put([sequence for sequence in order.sequences if sequence is not None])
     assert sorted(anew.rows.slot.tolist()) == sorted(order.rows.slot.tolist())
-    count, plan = len(anew), anew._plan
-    plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = anew.rows.length
+    plan = anew.inputs.plans[None]
     other = {slot: row for row, slot in enumerate(anew.rows.slot.tolist())}
     window = next(iter(order.inputs.plans))
     for row, slot in enumerate(order.rows.slot.tolist()):
         mine, theirs = visible(order.inputs.plans[window], row), visible(plan, other[slot])
         if window is None:
             assert _keys(mine) == _keys(theirs)
-        assert order.inputs.positions[row] == anew._decodes.positions[other[slot]]
-        assert order.inputs.slots[row] == anew._decodes.slots[other[slot]]
+        assert order.inputs.positions[row] == anew.inputs.positions[other[slot]]
+        assert order.inputs.slots[row] == anew.inputs.slots[other[slot]]
 
 
 def _keys(seen) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from onestem.engine.engine import Engine
-from onestem.engine.schedule.scheduler import SourceError
+from onestem.engine.schedule.waiting import SourceError
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
 from tests.models.tiny import make_tiny
 
@@ -20,10 +20,10 @@ def steps_that_fail(request, monkeypatch):
     failed: list[Exception] = []
     contain = Engine._contain
 
-    def noted(self, error):
+    def noted(self, error, draft):
         if not isinstance(error, SourceError):
             failed.append(error)
-        contain(self, error)
+        contain(self, error, draft)
 
     monkeypatch.setattr(Engine, "_contain", noted)
     yield failed

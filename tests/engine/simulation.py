@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 
 from onestem.cache import PagePool, PrefixCache
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import InteractiveQueue
 from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.schedule.throttle import StepLimits
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import Request, RequestMetrics
 
@@ -22,8 +24,8 @@ class Simulation:
         self.cache = PrefixCache(pool, enabled=share)
         nobody = InteractiveQueue(self.cache.tree, max_passed=0)
         pins = PinnedPrefixes(self.cache, nobody, max_model_len=1, bytes_per_token=1)
-        limits.setdefault("max_step_tokens", 2048)
-        self.scheduler = Scheduler(self.cache, queue, self, pins, **limits)
+        steps = StepLimits(step_tokens=limits.pop("max_step_tokens", 2048))
+        self.scheduler = Scheduler(self.cache, queue, self, pins, limits=steps, **limits)
         self.processed = self.logical = self.steps = 0
         self.rows: list[int] = []
         self.next_token = 10**6
@@ -49,8 +51,10 @@ class Simulation:
         return self.sequences
 
     def step(self) -> bool:
-        edits = self.scheduler.edits(self, may_preempt=True)
-        assert edits is not None
+        self.draft = StepDraft()
+        self.scheduler.decide(self.draft, self)
+        assert not self.draft.waits
+        edits = self.draft.edits
         rows = [*self.sequences, *edits.enter]
         chunks = edits.chunks
         if not rows and not chunks:

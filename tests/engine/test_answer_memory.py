@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onestem.engine.schedule import scheduler
+from onestem.engine.schedule import waiting
 from onestem.engine.schedule.answers import ENTRY_BYTES, TOKEN_BYTES, AnswerLimit
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
@@ -47,7 +47,7 @@ def test_what_a_request_may_keep(fields, expected):
 
 def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
     engine = make_engine(tiny("llama"), answer_memory=40 * 2 * ENTRY_BYTES)
-    engine.validate(request("fits", max_tokens=40, logprobs=1))
+    engine.requests.validate(request("fits", max_tokens=40, logprobs=1))
     with pytest.raises(RequestError) as error:
         engine.add_request(request("large", max_tokens=41, logprobs=1))
     assert str(error.value) == (
@@ -55,9 +55,9 @@ def test_one_that_asks_for_more_than_there_is_is_refused(tiny):
         "lower one of them, or raise answer_memory"
     )
     with pytest.raises(RequestError, match=r"^prompt_logprobs, n, max_tokens and logprobs ask"):
-        engine.validate(request("prompt", prompt=50, max_tokens=1, prompt_logprobs=20))
+        engine.requests.validate(request("prompt", prompt=50, max_tokens=1, prompt_logprobs=20))
     with pytest.raises(RequestError, match="ask for answers of up to"):
-        engine.validate(request("many", max_tokens=40, n=100))
+        engine.requests.validate(request("many", max_tokens=40, n=100))
 
 
 @pytest.mark.parametrize("most", [7, 14])
@@ -97,7 +97,7 @@ def test_requests_wait_for_it(tiny, jobs):
     engine = make_engine(tiny("llama"), answer_memory=most)
     asked = [request(f"{i}", max_tokens=6, n=2, logprobs=1) for i in range(7)]
     if jobs:
-        engine.add_job("job", asked)
+        engine.requests.add_job("job", asked)
     else:
         for one in [request("plain", max_tokens=6), *asked]:
             engine.add_request(one)
@@ -125,7 +125,7 @@ def test_those_that_need_none_pass(tiny, jobs):
     asked = [request("first", **need), request("second", **need), smaller]
     asked += [request(f"plain {i}", max_tokens=3) for i in range(3)]
     if jobs:
-        engine.add_job("job", asked)
+        engine.requests.add_job("job", asked)
     else:
         for one in asked:
             engine.add_request(one)
@@ -138,13 +138,13 @@ def test_those_that_need_none_pass(tiny, jobs):
 
 def test_jobs_leave_room_for_who_comes_next(tiny, monkeypatch):
     """Jobs have half at most. Whoever comes then begins in the next step, however many wait."""
-    monkeypatch.setattr(scheduler, "MOST_PARKED", 1)
+    monkeypatch.setattr(waiting, "MOST_PARKED", 1)
     fields = {"max_tokens": 40, "n": 2, "logprobs": 1}
     one = LIMIT.bytes_of(request("a", **fields))
     engine = make_engine(tiny("llama"), answer_memory=4 * one)
     answers = engine.scheduler.answers
     answers.most_of_jobs = 2 * one
-    engine.add_job("job", [request(f"{i}", **fields) for i in range(9)])
+    engine.requests.add_job("job", [request(f"{i}", **fields) for i in range(9)])
     for _ in range(5):
         engine.step()
     assert answers.taken == answers.taken_by_jobs == 2 * one
@@ -192,6 +192,6 @@ def test_one_that_is_preempted_keeps_it(tiny):
     while engine.has_unfinished():
         outputs += engine.step()
         assert engine.scheduler.answers.taken <= most
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
     assert len(outputs) == 4
     assert engine.scheduler.answers.taken == 0

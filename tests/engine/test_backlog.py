@@ -37,7 +37,7 @@ def prompt(name: str, group: int, own: int, **fields) -> Request:
 
 def run(simulation: Simulation, max_passed: int, items: list[Request]) -> int:
     """Answer a backlog; by how many later ones anybody was passed at most."""
-    queue = simulation.scheduler.queue = InteractiveQueue(simulation.cache.tree, max_passed)
+    queue = simulation.scheduler.waiting.queue = InteractiveQueue(simulation.cache.tree, max_passed)
     for item in items:
         queue.push(item)
     simulation.run()
@@ -69,15 +69,15 @@ def test_requests_without_company_are_served_as_they_come(common):
 
 def test_preempted_requests_go_before_all_that_wait():
     simulation = Simulation(fifo([]), kv_tokens=1024, page_size=4)
-    queue = simulation.scheduler.queue = InteractiveQueue(simulation.cache.tree, 1000)
+    queue = simulation.scheduler.waiting.queue = InteractiveQueue(simulation.cache.tree, 1000)
     for item in requests(reorder(job(4, 20, 100, 10), "shuffled", 4), 150):
         queue.push(item)
     scheduler = simulation.scheduler
     while not scheduler.idle():
         preempted = {one for one in scheduler.waiting if one.order >= 0}
         assert simulation.step()
-        assert not scheduler.opened or not preempted & set(scheduler.waiting)
-    assert scheduler.num_preempted > 10
+        assert not simulation.draft.opened or not preempted & set(scheduler.waiting)
+    assert scheduler.room.num_preempted > 10
 
 
 def begun(cached: RadixTree[Node], items: list[Request]) -> Turns:

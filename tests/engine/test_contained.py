@@ -125,7 +125,7 @@ def objects_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
         return sequence
 
-    factory = llm.engine._factory
+    factory = llm.engine.requests.factory
     monkeypatch.setattr(factory, "sequence", noted(factory.sequence))
     make_detokenizer = factory.detokenizer
 

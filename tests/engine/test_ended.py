@@ -14,6 +14,7 @@ import pytest
 
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.rows import SamplingRow
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.sequence import Chunk, Edits, RequestState, ScoreSpan, Scoring, Sequence
 from onestem.engine.step.launch import Flight
 from onestem.engine.step.slots import Slots
@@ -33,7 +34,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OF_A_REQUEST = (
     Request, RequestState, Sequence, SamplingRow, SamplingParams, Scoring,
-    ScoreSpan, Chunk, Flight, RequestOutput, CompletionOutput, RankedLogprobs,
+    ScoreSpan, Chunk, Edits, StepDraft, Flight, RequestOutput, CompletionOutput, RankedLogprobs,
 )  # fmt: skip
 SCHEMA = {
     "type": "json_schema",
@@ -161,12 +162,12 @@ def test_jobs(llm):
 
     def run() -> None:
         lines = (request(f"line-{i}", n=2, logprobs=2, seed=i) for i in range(6))
-        llm.engine.add_job("job", lines)
+        llm.engine.requests.add_job("job", lines)
         assert len(drain(llm.engine)) == 6
         lines = (request(f"line-{i}", n=2, logprobs=2, seed=i) for i in range(6))
-        llm.engine.add_job("job", lines)
+        llm.engine.requests.add_job("job", lines)
         llm.engine.step()
-        llm.engine.remove_job("job")
+        llm.engine.requests.remove_job("job")
         drain(llm.engine)
         answers = llm.engine.run(request(f"{i}", max_tokens=i + 1) for i in range(3))
         next(answers)
@@ -226,7 +227,7 @@ def test_preempted(tiny):
         assert len(drain(engine)) == 6
 
     assert leaves(run) == (Counter(), Counter())
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -244,23 +245,19 @@ def test_modules(tiny, private):
 
 def test_pinned_prefixes(llm):
     def run() -> None:
-        llm.engine.pin_prefix("p", list(range(3, 60)))
+        llm.engine.requests.pin_prefix("p", list(range(3, 60)))
         drain(llm.engine)
-        llm.engine.unpin_prefix("p")
+        llm.engine.requests.unpin_prefix("p")
 
     assert leaves(run) == (Counter(), Counter())
 
 
 def test_what_the_sampler_knows_goes_with_the_request(llm):
     """Parameters may be as large as a body of HTTP."""
-    sampler = llm.engine._sampler
+    sampler = llm.engine.launcher.sampler
     before = len(sampler._settings), len(sampler._prompts)
     for i in range(20):
         llm.engine.add_request(request(f"{i}", repetition_penalty=1.1, logit_bias={i: 1.0}))
     assert len(sampler._settings) == before[0] + 20
     drain(llm.engine)
     assert (len(sampler._settings), len(sampler._prompts)) == before
-
-
-def test_an_edit_that_comes_to_nothing_is_not_kept(llm):
-    assert vars(llm.engine.scheduler._edits) == vars(Edits())

@@ -83,7 +83,7 @@ def test_decode_steps_wait_for_sampled_ids_alone(tiny, family: str, fields: dict
     requests = requests_for(prompts, max_tokens=60, seed=5, **fields)
     want = answer(engine_on("cpu", tiny(family), impl="torch", page_size=4), requests)
     engine, found = engine_on("cuda", tiny(family), page_size=4), {}
-    engine.tell_ranks()
+    engine.launcher.sampler.tell_ranks()
     for request in requests:
         engine.add_request(request)
     for _ in range(20):  # prompts, compilers, and the graph

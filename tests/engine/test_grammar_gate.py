@@ -34,7 +34,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture
 def compiler(llm: LLM) -> Iterator[HeldTrials]:
-    grammars = llm.engine._grammars
+    grammars = llm.engine.requests.grammars
     assert grammars is not None
     grammars._kept = Kept(1 << 20)
     held = HeldTrials(grammars, "yes")
@@ -89,7 +89,7 @@ def test_nobody_waits_for_anothers_grammar(llm: LLM, compiler: HeldTrials) -> No
 
 def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine.add_job("job", [request("slow", SLOW), request("bad", BAD), request("last")])
+    engine.requests.add_job("job", [request("slow", SLOW), request("bad", BAD), request("last")])
     engine.add_request(request("plain"))
     assert run_until(engine, {"plain"}).keys() == {"plain"}
     compiler.let.set()
@@ -97,15 +97,15 @@ def test_a_jobs_grammar_holds_up_no_interactive_request(llm: LLM, compiler: Held
     assert ended["slow"].outputs[0].finish_reason == "stop"
     assert ended["last"].outputs[0].finish_reason == "length"
     assert ended["bad"].outputs[0].finish_reason == "error"
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
 
 
 def test_a_job_with_a_held_request_can_be_removed(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine.add_job("job", [request("slow", SLOW), request("last")])
+    engine.requests.add_job("job", [request("slow", SLOW), request("last")])
     engine.step()
     assert engine.has_unfinished()
-    engine.remove_job("job")
+    engine.requests.remove_job("job")
     assert not engine.has_unfinished()
 
 
@@ -129,12 +129,12 @@ def test_a_held_request_can_be_aborted(llm: LLM, compiler: HeldTrials) -> None:
     assert aborted is not None
     assert aborted.outputs[0].finish_reason == "abort"
     assert not engine.has_unfinished()
-    assert engine._factory._prepared == {}
+    assert engine.requests.factory._prepared == {}
 
 
 def test_a_grammar_is_kept_until_all_choices_are_open(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine._grammars._kept = Kept(0)
+    engine.requests.grammars._kept = Kept(0)
     engine.add_request(request("many", SLOW, n=3, seed=1))
     compiler.let.set()
     for number in range(3):

@@ -35,11 +35,11 @@ def counted(engine: Engine) -> dict[str, int]:
 
         setattr(owner, name, counting)
 
-    count(engine.scheduler, "edits")
+    count(engine.scheduler, "decide")
     count(engine.order, "apply")
     count(engine.launcher, "forward")
     count(engine.launcher, "sample")
-    count(engine._results, "commit")
+    count(engine.results, "commit")
     return counts
 
 
@@ -49,8 +49,8 @@ def test_each_step_is_the_same_calls(depth: int) -> None:
     engine = make_symbolic(num_pages=15, page_size=2, max_step_tokens=7, max_model_len=20)
     at_depth(engine, depth)
     counts = counted(engine)
-    engine.pin_prefix("p", [1, 2, 3])
-    engine.add_job("j", [request(f"j{i}", [i, 1, 2], max_tokens=5) for i in range(4)])
+    engine.requests.pin_prefix("p", [1, 2, 3])
+    engine.requests.add_job("j", [request(f"j{i}", [i, 1, 2], max_tokens=5) for i in range(4)])
     kinds = [{"n": 3}, {"prompt_logprobs": 1}, {"logprobs": 1}, {"presence_penalty": 0.5}, {}]
     for i, fields in enumerate(kinds):
         engine.add_request(request(i, [1, 2, 3, 4, i, i], max_tokens=9, seed=i, **fields))
@@ -59,9 +59,9 @@ def test_each_step_is_the_same_calls(depth: int) -> None:
     steps = engine.stats.steps
     assert counts["forward"] == counts["sample"] == counts["commit"] == steps
     # At depth 2 a look at the queue may tell that what is in flight comes first.
-    assert steps <= counts["apply"] <= counts["edits"] <= (1 if depth == 1 else 2) * steps + 2
-    for prefix in engine.prefixes():
-        engine.unpin_prefix(prefix.name)
+    assert steps <= counts["apply"] <= counts["decide"] <= (1 if depth == 1 else 2) * steps + 2
+    for prefix in engine.requests.prefixes():
+        engine.requests.unpin_prefix(prefix.name)
 
 
 def test_modules_pass_through_the_same_calls(tiny) -> None:
@@ -175,8 +175,8 @@ def test_logits_of_many_rows_are_sampled_in_blocks(tmp_path, monkeypatch) -> Non
         if most is not None:
             monkeypatch.setattr("onestem.engine.step.runner.SAMPLED_LOGITS", most)
         with LLM(path, device="cpu", dtype="float32", kv_memory="4MiB", seed=1) as llm:
-            launch, seen = llm.engine._sampler.launch, []
-            llm.engine._sampler.launch = lambda logits, step, launch=launch, seen=seen: (
+            launch, seen = llm.engine.launcher.sampler.launch, []
+            llm.engine.launcher.sampler.launch = lambda logits, step, launch=launch, seen=seen: (
                 seen.append(len(logits)) or launch(logits, step)
             )
             prompts = [[5, 6, 7, i] for i in range(2 * len(ways))]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 
 import pytest
 import torch
 
-from onestem.engine.schedule import scheduler
+from onestem.engine.schedule import waiting
 from onestem.engine.schedule.pins import prefix_id
 from onestem.engine.step.runner import Logits
 from onestem.errors import RequestError
@@ -21,10 +22,13 @@ from tests.engine.test_symbolic import grouped, interrupted_step, random_request
 
 def fast(engine):
     """An engine whose steps all take a second, so that its decisions do not depend on the clock."""
-    note = engine.scheduler.note_step
-    engine.scheduler.note_step = lambda edits, seconds, is_steady: note(
-        edits, 1.0, is_steady=is_steady
-    )
+    note, numbers = engine.scheduler.note_step, itertools.count()
+
+    def noted(edits, began, ended):
+        second = next(numbers)
+        return note(edits, second, second + 1)
+
+    engine.scheduler.note_step = noted
     return engine
 
 
@@ -51,7 +55,7 @@ def test_random_traffic_of_both_kinds(seed):
             for one in job
         ]
         everything |= {one.request_id: one for one in job}
-        engine.add_job(str(number), grouped(rng, job))
+        engine.requests.add_job(str(number), grouped(rng, job))
     left = list(interactive)
 
     def arrive(outputs: dict) -> None:
@@ -71,7 +75,7 @@ def test_random_traffic_of_both_kinds(seed):
         assert most is None or engine.num_running <= most
     assert_idle(engine)
     assert outputs.keys() == everything.keys()
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     for name, one in everything.items():
         same_as_alone(one, outputs[name], limit)
 
@@ -84,14 +88,14 @@ def fields_of(one) -> dict:
 
 def test_a_job_gives_way_before_an_interactive_request_waits():
     engine = fast(make_symbolic(num_pages=16, page_size=4, max_step_tokens=64))
-    engine.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
+    engine.requests.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
     for _ in range(3):
         engine.step()
     assert engine.cache.pool.num_available < 8
     engine.add_request(request("a", [7, 6, 5] * 9, max_tokens=3, stream=True))
     engine.step()
     assert [s.state.request.request_id for s in engine.scheduler.running if not s.is_job] == ["a"]
-    assert engine.scheduler.num_preempted > 0
+    assert engine.stats.num_preempted > 0
     assert engine.num_waiting == 0  # jobs that wait keep no interactive request out
     outputs = drain(engine)
     assert len(outputs) == 9
@@ -100,7 +104,7 @@ def test_a_job_gives_way_before_an_interactive_request_waits():
 
 def test_a_job_gives_its_place_to_an_interactive_request():
     engine = fast(make_symbolic(num_pages=64, max_num_seqs=3))
-    engine.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
+    engine.requests.add_job("j", [request(f"j{i}", [i] * 8, max_tokens=8) for i in range(8)])
     for _ in range(3):
         engine.step()
     assert engine.num_running == 3
@@ -114,11 +118,13 @@ def test_a_job_gives_its_place_to_an_interactive_request():
 
 def test_a_job_may_go_before_what_others_have_not_begun():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
-    engine.add_job("long", [request(f"long{i}", [i, 1] * 4, max_tokens=2) for i in range(7)])
+    engine.requests.add_job(
+        "long", [request(f"long{i}", [i, 1] * 4, max_tokens=2) for i in range(7)]
+    )
     engine.step()
     short = [request(f"short{i}", [i, 2] * 4, max_tokens=2) for i in range(2)]
-    engine.add_job("short", short, first=True)
-    engine.add_job("last", [request("last", [1, 3] * 4, max_tokens=2)])
+    engine.requests.add_job("short", short, first=True)
+    engine.requests.add_job("last", [request("last", [1, 3] * 4, max_tokens=2)])
     names = list(drain(engine))
     assert names[0] == "long0"
     assert max(names.index("short0"), names.index("short1")) <= 3
@@ -128,7 +134,7 @@ def test_a_job_may_go_before_what_others_have_not_begun():
 def test_a_job_computes_what_an_interactive_request_waits_for():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
     shared = [1, 2, 3] * 20
-    engine.add_job("j", [request("j", shared, max_tokens=2)])
+    engine.requests.add_job("j", [request("j", shared, max_tokens=2)])
     engine.step()
     engine.add_request(request("other", [4, 5], max_tokens=40))
     engine.step()
@@ -142,7 +148,7 @@ def test_a_job_computes_what_an_interactive_request_waits_for():
 def test_a_job_computes_no_more_than_an_interactive_request_waits_for():
     engine = fast(make_symbolic(num_pages=200, page_size=4, max_step_tokens=8))
     shared = [1, 2, 3, 4] * 5
-    engine.add_job("j", [request("j", [*shared, *[6] * 40], max_tokens=2)])
+    engine.requests.add_job("j", [request("j", [*shared, *[6] * 40], max_tokens=2)])
     engine.step()
     (job,) = engine.scheduler.running
     assert job.frontier == 8
@@ -158,7 +164,7 @@ def test_a_job_computes_no_more_than_an_interactive_request_waits_for():
 def test_a_newcomers_first_step_is_its_own(room: int):
     """Who arrives while a job has the engine to itself waits for one step of it, not for two."""
     engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=room))
-    engine.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
+    engine.requests.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
     for _ in range(12):
         engine.step()
     assert len(engine.order) > 0
@@ -168,28 +174,29 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     assert "a" in {chunk.sequence.state.request.request_id for chunk in chunks}
     job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
     job_rows += sum(sequence.is_job for sequence in engine.order.sequences)
-    assert job_rows <= engine.scheduler.job_share.limit == 1
+    assert job_rows <= engine.scheduler.jobs.share.limit == 1
     assert len(drain(engine)) == 41
 
 
 def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
     """It may be admitted again in the same step, as a prompt; it has no row then."""
     engine = make_symbolic(num_pages=200, page_size=4, share="off", max_step_tokens=6)
-    engine.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
+    engine.requests.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
     while len(engine.order) < 3:
         engine.step()
     scheduler = engine.scheduler
     newest = scheduler.running[-1]
-    choose = scheduler._choose_rows
+    choose = scheduler.jobs.choose_rows
 
-    def pausing(rows):
-        choose(rows)
-        scheduler._edits.leave = [newest]
-        scheduler.preempt(newest)
+    def pausing(draft):
+        choose(draft)
+        draft.edits.leave = [newest]
+        scheduler.room.preempt(newest)
+        draft.forget(newest)
 
-    scheduler._choose_rows = pausing
+    scheduler.jobs.choose_rows = pausing
     engine.step()
-    scheduler._choose_rows = choose
+    scheduler.jobs.choose_rows = choose
     outputs = drain(engine)
     assert_idle(engine)
     for i in range(3):
@@ -198,43 +205,43 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
 
 def test_a_request_named_like_a_prefix_is_one_like_any_other():
     engine = make_symbolic(num_pages=200, page_size=4, max_model_len=100)
-    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    engine.requests.pin_prefix("p", [1, 2, 3, 4, 5])
     assert drain(engine) == {}
     name = prefix_id("p")
     engine.add_request(request(name, [1, 2, 3, 4, 5, 6], max_tokens=3))
     engine.step()
-    engine.unpin_prefix("p")
+    engine.requests.unpin_prefix("p")
     assert len(drain(engine)[name].outputs[0].token_ids) == 3
 
 
 def test_a_job_goes_on_beside_prompts_that_never_decode():
     engine = fast(make_symbolic(num_pages=400, page_size=4, max_step_tokens=16))
-    engine.add_job("j", [request("j", [1, 2, 3], max_tokens=20)])
+    engine.requests.add_job("j", [request("j", [1, 2, 3], max_tokens=20)])
     for i in range(40):
         engine.add_request(request(i, [i % 8, 5], max_tokens=1))
         engine.step()
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
 
 
 def test_jobs_run_one_after_the_other_and_can_be_removed():
     engine = make_symbolic(num_pages=8, page_size=4)
-    engine.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
-    engine.add_job("y", [request("y", [1] * 4, max_tokens=2)])
+    engine.requests.add_job("x", [request(f"x{i}", [i] * 4, max_tokens=9) for i in range(6)])
+    engine.requests.add_job("y", [request("y", [1] * 4, max_tokens=2)])
     with pytest.raises(RequestError, match="'x' is in use"):
-        engine.add_job("x", [])
+        engine.requests.add_job("x", [])
     engine.step()
-    assert engine.job_ids == ["x", "y"]
-    removed = engine.remove_job("x")
+    assert engine.requests.job_ids == ["x", "y"]
+    removed = engine.requests.remove_job("x")
     assert 0 < len(removed) < 6
     assert {o.outputs[0].finish_reason for o in removed} == {"abort"}
     assert list(drain(engine)) == ["y"]
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     assert_idle(engine)
 
 
 def test_a_request_of_a_job_that_can_never_be_answered():
     engine = make_symbolic()
-    engine.add_job("j", [request("bad", [99]), request("good", [1], max_tokens=1)])
+    engine.requests.add_job("j", [request("bad", [99]), request("good", [1], max_tokens=1)])
     outputs = drain(engine)
     assert outputs["bad"].outputs[0].finish_reason == "error"
     assert "token id 99" in outputs["bad"].outputs[0].stop_reason
@@ -247,20 +254,20 @@ def test_a_request_of_a_job_that_can_never_be_answered():
 def test_a_pinned_prefix_is_computed_ahead_and_stays():
     engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
     prefix = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
-    engine.pin_prefix("support", prefix)
-    (before,) = engine.prefixes()
+    engine.requests.pin_prefix("support", prefix)
+    (before,) = engine.requests.prefixes()
     assert (before.ready, before.num_computed_tokens, before.readers) == (False, 0, 0)
     assert drain(engine) == {}
-    (info,) = engine.prefixes()
+    (info,) = engine.requests.prefixes()
     assert (info.ready, info.num_tokens, info.hits, info.bytes) == (True, 10, 0, 80)
     for i in range(6):  # as much as KV memory holds, several times
         run_all(engine, [request(i, [i, 7] * 17, max_tokens=5)])
     output = run_all(engine, [request("a", [*prefix, 3, 3], max_tokens=2)])["a"]
     assert output.metrics.num_cached_tokens == 10
     assert output.reuse == Reuse(matched_tokens=10, prefix="support", ended="new", here=3, there=())
-    assert engine.prefixes()[0].hits == 1
+    assert engine.requests.prefixes()[0].hits == 1
     engine.check()
-    engine.unpin_prefix("support")
+    engine.requests.unpin_prefix("support")
     engine.cache.clear()
     assert_idle(engine)
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages
@@ -269,34 +276,34 @@ def test_a_pinned_prefix_is_computed_ahead_and_stays():
 def test_prefixes_that_cannot_be_pinned():
     engine = make_symbolic(num_pages=24, page_size=4, max_model_len=40)
     with pytest.raises(RequestError, match="'long' has 60 tokens; KV memory of 96 tokens holds"):
-        engine.pin_prefix("long", [1] * 60)
-    engine.pin_prefix("a", [1, 2, 3])
+        engine.requests.pin_prefix("long", [1] * 60)
+    engine.requests.pin_prefix("a", [1, 2, 3])
     with pytest.raises(RequestError, match="'a' is pinned already"):
-        engine.pin_prefix("a", [1])
+        engine.requests.pin_prefix("a", [1])
     with pytest.raises(RequestError, match="'b' is not pinned"):
-        engine.unpin_prefix("b")
+        engine.requests.unpin_prefix("b")
     with pytest.raises(RequestError, match="share off"):
-        make_symbolic(share="off").pin_prefix("a", [1])
-    engine.unpin_prefix("a")
+        make_symbolic(share="off").requests.pin_prefix("a", [1])
+    engine.requests.unpin_prefix("a")
     assert drain(engine) == {}
     assert_idle(engine)
 
 
 def test_the_longest_request_fits_beside_pinned_prefixes():
     engine = make_symbolic(num_pages=20, page_size=4, max_model_len=40)
-    engine.pin_prefix("a", [1, 2, 3, 4, 5, 6])
-    engine.pin_prefix("b", [1, 2, 3, 7])
+    engine.requests.pin_prefix("a", [1, 2, 3, 4, 5, 6])
+    engine.requests.pin_prefix("b", [1, 2, 3, 7])
     drain(engine)
     longest = [[1, 2, 3, 4, 5, 6, *[i] * 30] for i in range(3)] + [[7 - i] * 36 for i in range(3)]
     outputs = run_all(engine, [request(i, ids, max_tokens=None) for i, ids in enumerate(longest)])
     assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(6)] == [4] * 6
-    assert [info.ready for info in engine.prefixes()] == [True, True]
+    assert [info.ready for info in engine.requests.prefixes()] == [True, True]
 
 
 def test_a_common_prefix_serves_all_salts_and_nothing_else_is_shared():
     engine = make_symbolic(num_pages=100, max_model_len=50)
     prefix, own = [1, 2, 3, 4, 5], [6, 6, 6, 6]
-    engine.pin_prefix("app", prefix)
+    engine.requests.pin_prefix("app", prefix)
     drain(engine)
     cached = []
     for i, salt in enumerate(["x", "y", "x"]):
@@ -330,11 +337,11 @@ def test_reuse_says_where_a_match_ended():
 
 def test_a_snapshot_adds_up():
     engine = make_symbolic(num_pages=100, page_size=4, max_model_len=50)
-    engine.pin_prefix("p", [1, 2, 3, 4, 5])
+    engine.requests.pin_prefix("p", [1, 2, 3, 4, 5])
     drain(engine)
     run_all(engine, [request("gone", [7, 7, 7, 7, 7], max_tokens=1)])
     engine.add_request(request("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
-    engine.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
+    engine.requests.add_job("j", [request("b", [2, 2, 2], max_tokens=9)])
     engine.step()
     state = snapshot_of(engine)
     pages = state["pages"]
@@ -360,17 +367,19 @@ def test_a_snapshot_adds_up():
 def test_a_job_may_come_again_once_it_has_ended():
     engine = make_symbolic()
     for _ in range(2):
-        engine.add_job("x", [request("a", [1], max_tokens=1)])
+        engine.requests.add_job("x", [request("a", [1], max_tokens=1)])
         assert list(drain(engine)) == ["a"]
 
 
 def test_an_id_that_a_job_has_read_is_in_use():
     engine = fast(make_symbolic(num_pages=8))
     prompts = {"b": ([1] * 4, 28), "c": ([2] * 28, 3), "a": ([2] * 28, 3)}
-    engine.add_job("j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()])
+    engine.requests.add_job(
+        "j", [request(n, ids, max_tokens=most) for n, (ids, most) in prompts.items()]
+    )
     engine.step()
     engine.step()
-    assert "a" in engine._factory.arrivals  # read, and not open
+    assert "a" in engine.requests.factory.arrivals  # read, and not open
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add_request(request("a", [3, 4]))
     assert sorted(drain(engine)) == ["a", "b", "c"]
@@ -385,12 +394,12 @@ def test_groups_close_though_another_job_waits():
         for g in range(40)
         for i in range(4)
     ]
-    engine.add_job("x", requests)
-    engine.add_job("y", [request("y", [1], max_tokens=1)])
+    engine.requests.add_job("x", requests)
+    engine.requests.add_job("y", [request("y", [1], max_tokens=1)])
     pinned = []
     while engine.has_unfinished():
         engine.step()
-        pinned.append(engine.scheduler.groups.num_pinned)
+        pinned.append(engine.scheduler.waiting.groups.num_pinned)
     assert max(pinned) <= 6
 
 
@@ -401,7 +410,7 @@ def test_a_job_does_not_wait_for_a_long_answer_to_end(at):
     engine.add_request(request("long", [1, 2], max_tokens=1000))
     for _ in range(at):
         engine.step()
-    engine.add_job("j", [request("j", [3, 4], max_tokens=3)])
+    engine.requests.add_job("j", [request("j", [3, 4], max_tokens=3)])
     assert any(engine.step() for _ in range(40))
 
 
@@ -411,13 +420,13 @@ def test_pinned_prefixes_in_many_short_runs_make_room():
     prefix = [(i * i + i // 3) % 8 for i in range(20)]
     for n in range(1, 21):
         run_all(engine, [request(n, prefix[:n], max_tokens=1)])
-    engine.pin_prefix("many", prefix)
-    engine.pin_prefix("other", [7] * 200)
+    engine.requests.pin_prefix("many", prefix)
+    engine.requests.pin_prefix("other", [7] * 200)
     drain(engine)
     assert engine.cache.pool.num_held == 33
     output = run_all(engine, [request("long", [5, 6, 7] * 84, max_tokens=None)])["long"]
     assert len(output.outputs[0].token_ids) == 4
-    assert [info.ready for info in engine.prefixes()] == [True, True]
+    assert [info.ready for info in engine.requests.prefixes()] == [True, True]
     assert engine.cache.pool.num_held < 33
 
 
@@ -481,7 +490,7 @@ def test_ctrl_c_waits_until_the_books_are_written(moment):
     for i in range(4):
         engine.add_request(request(i, [1, 2, i], max_tokens=9))
     owner, name = {
-        "schedule": (engine.scheduler, "_attach"), "commit": (engine._results, "_take"),
+        "schedule": (engine.scheduler.room, "admit"), "commit": (engine.results, "_take"),
     }[moment]  # fmt: skip
     method, armed = getattr(owner, name), [True]
 
@@ -533,7 +542,7 @@ class Unreliable:
 def test_a_job_whose_iterator_raises_goes_on_where_that_can():
     engine = make_symbolic(num_pages=40, page_size=4)
     job = [request(f"j{i}", [i % 8] * 5, max_tokens=4) for i in range(12)]
-    engine.add_job("j", Unreliable(grouped(random.Random(0), job), {0, 3, 4, 11}))
+    engine.requests.add_job("j", Unreliable(grouped(random.Random(0), job), {0, 3, 4, 11}))
     engine.add_request(request("a", [1, 2, 3], max_tokens=9))
     outputs: dict = {}
     errors = 0
@@ -547,7 +556,7 @@ def test_a_job_whose_iterator_raises_goes_on_where_that_can():
         engine.check()
     assert len(outputs) == 13
     assert errors == 4
-    assert engine.job_ids == []
+    assert engine.requests.job_ids == []
     assert_idle(engine)
     for one in [*job, request("a", [1, 2, 3], max_tokens=9)]:
         same_as_alone(one, outputs[one.request_id], engine.max_model_len)
@@ -562,14 +571,14 @@ def test_many_choices_wait_in_order_without_a_look_at_each(monkeypatch):
         looks += 1
         return place(sequence)
 
-    place = scheduler._place
-    monkeypatch.setattr(scheduler, "_place", counted)
+    place = waiting._place
+    monkeypatch.setattr(waiting, "_place", counted)
     engine = make_symbolic(num_pages=400, page_size=4)
     sequences = [
-        engine._factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
+        engine.requests.factory.open(request(str(i), [i % 8], max_tokens=2)).sequences[0]
         for i in range(1024)
     ]
     for sequence in sequences:
-        engine.scheduler._wait(sequence)
+        engine.scheduler.waiting.put(sequence)
     assert list(engine.scheduler.waiting) == sequences
     assert looks <= 1024 * 12

@@ -99,7 +99,7 @@ def test_what_others_were_promised_is_free_once_they_are_gone(depth: int) -> Non
 
 def test_an_unpinned_prefix_makes_room() -> None:
     engine = make_symbolic(num_pages=44, max_model_len=70)
-    engine.pin_prefix("p", A)
+    engine.requests.pin_prefix("p", A)
     drain(engine)
     engine.add_request(request("long", [1, 2, 3], max_tokens=60))
     steps(engine, 4)
@@ -107,7 +107,7 @@ def test_an_unpinned_prefix_makes_room() -> None:
     engine.add_request(request("x", [7] * 40, max_tokens=10))
     steps(engine, 4)
     assert engine.num_waiting == 1
-    engine.unpin_prefix("p")
+    engine.requests.unpin_prefix("p")
     steps(engine, 2)
     assert engine.num_waiting == 0
     drain(engine)
@@ -116,7 +116,9 @@ def test_an_unpinned_prefix_makes_room() -> None:
 def test_a_job_fills_the_batch() -> None:
     """Steps that its prompts fill exactly are no reason to leave the others waiting."""
     engine = make_symbolic(num_pages=400, max_step_tokens=8)
-    engine.add_job("j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)])
+    engine.requests.add_job(
+        "j", [request(f"j{i}", [i % 8, i // 8, 1, 2], max_tokens=30) for i in range(12)]
+    )
     steps(engine, 11)  # of at least four rows of prompts, one of which is full
     assert len(engine.scheduler.running) == 12
     assert len(drain(engine)) == 12
@@ -124,10 +126,10 @@ def test_a_job_fills_the_batch() -> None:
 
 def test_newcomers_join_while_a_job_waits(watch: Watch) -> None:
     engine = make_symbolic(num_pages=400)
-    engine.scheduler.job_share.rows = lambda interactive: 0
+    engine.scheduler.jobs.share.rows = lambda interactive: 0
     engine.add_request(request("a", [1, 2, 3], max_tokens=60))
     steps(engine, 3)
-    engine.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
+    engine.requests.add_job("j", [request("j", [7, 7, 7], max_tokens=4)])
     steps(engine, 1)
     for i in range(3):
         engine.add_request(request(i, [i, 1, 2, 3], max_tokens=60))
@@ -145,9 +147,9 @@ def test_a_prefix_is_pinned_that_a_running_answer_has_reached(depth: int) -> Non
     want = alone(long, 80)[0]
     engine.add_request(long)
     steps(engine, 4)
-    engine.pin_prefix("p", [1, 2, 3, *want[0].token_ids[:1]])
+    engine.requests.pin_prefix("p", [1, 2, 3, *want[0].token_ids[:1]])
     assert drain(engine)["long"].outputs == want
-    (info,) = engine.prefixes()
+    (info,) = engine.requests.prefixes()
     assert info.ready
     assert info.num_computed_tokens == 4
     assert engine.cache.pool.num_held == 1
@@ -228,11 +230,11 @@ def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
     engine = make_symbolic(
         num_pages=rng.choice([14, 20, 40]), page_size=3, max_model_len=36, max_step_tokens=5
     )
-    engine.scheduler.job_share.rows = lambda interactive: rng.choice([0, 1, 2, 9])
+    engine.scheduler.jobs.share.rows = lambda interactive: rng.choice([0, 1, 2, 9])
     anew.watched(at_depth(engine, depth))
     requests = of_all_kinds(rng, 14)
     job = [replace(one, params=one.params.replace(n=rng.choice([1, 3]))) for one in requests[:6]]
-    engine.add_job("job", job)
+    engine.requests.add_job("job", job)
     late, outputs = requests[6:], {}
     for _ in range(3000):
         if late and rng.random() < 0.15:
@@ -265,7 +267,7 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
     at_depth(engine, depth)
     anew.watched(engine)
     requests = of_all_kinds(rng, 24)
-    engine.add_job("job", requests[:6])
+    engine.requests.add_job("job", requests[:6])
     late, outputs, aborted = requests[6:], {}, {}
 
     def disturb(finished: dict) -> None:
@@ -284,9 +286,9 @@ def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) 
         engine.check()
         disturb(outputs)
     engine.launcher.runner.fail = None
-    for prefix in engine.prefixes():
+    for prefix in engine.requests.prefixes():
         assert prefix.ready
-        engine.unpin_prefix(prefix.name)
+        engine.requests.unpin_prefix(prefix.name)
     assert_idle(engine)
     assert outputs.keys() | aborted.keys() == {one.request_id for one in requests}
     for one in requests:
@@ -333,10 +335,10 @@ def of_all_kinds(rng: random.Random, count: int) -> list[Request]:
 def pin_or_unpin(engine: Engine, rng: random.Random, requests: list[Request]) -> None:
     if rng.random() > 0.05:
         return
-    if "p" in engine.pins:
-        engine.unpin_prefix("p")
+    if "p" in engine.requests.pins:
+        engine.requests.unpin_prefix("p")
         return
     other = rng.choice(requests)
     answered = alone(other, 40)[0][0].token_ids
     with contextlib.suppress(RequestError):  # there is no room for it
-        engine.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])
+        engine.requests.pin_prefix("p", [*other.prompt_token_ids, *answered[:2]][:20])

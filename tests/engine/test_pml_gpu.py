@@ -56,7 +56,7 @@ def test_from_scattered_pages(tiny):
     requests = [pml_request("0", compiled, max_tokens=24)]
     engine.add_request(requests[0])
     outputs = []
-    while engine._states or not outputs:
+    while engine.requests.states or not outputs:
         outputs += engine.step()
     assert outputs[0].outputs[0].token_ids == want[0]
     engine.cache.clear()

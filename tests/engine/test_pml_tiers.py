@@ -169,7 +169,9 @@ def test_read_ahead_is_bounded(tiny, tmp_path, monkeypatch):
     run(engine_with(tiny("llama"), tmp_path), compiled)
     monkeypatch.setattr("onestem.engine.modules.tiers.MOST_READ_AHEAD", 2)
     engine = engine_with(tiny("llama"), tmp_path)
-    engine.prefetch_modules([s for one in compiled for s in one.segments if s.kind == "cached"])
+    engine.requests.prefetch_modules(
+        [s for one in compiled for s in one.segments if s.kind == "cached"]
+    )
     assert len(engine.tiers._reading) == 2
     run(engine, compiled)
 
@@ -275,7 +277,7 @@ def test_other_weights_forget_what_tiers_keep(tiny, tmp_path):
     tokens, seen, computed = run(engine, compiled)
     before = tokens, dict(seen), computed  # the engine is watched on
     files = sorted(folder.iterdir())
-    engine.update_weights(tensors_of(other).items())
+    engine.weights.update(tensors_of(other).items())
     loaded = engine.tiers.stats.to_dict()
     after = run(engine, compiled)
     assert same(after, run(engine_with(other), compiled))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onestem.engine.schedule.queue import PlannedQueue
-from onestem.engine.schedule.room import ReservedPages
+from onestem.engine.schedule.reserved import ReservedPages
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import assert_idle, make_engine
 from tests.engine.simulation import Simulation
@@ -40,7 +40,7 @@ def test_answers_of_known_lengths_are_computed_once(own, seed):
     rng = random.Random(seed)
     outputs = [120 if seed is None else rng.randint(20, 200) for _ in range(96)]
     simulation = run(own, outputs, known=True, kv_tokens=4000)
-    assert simulation.scheduler.num_preempted == 0
+    assert simulation.scheduler.room.num_preempted == 0
     # Each answer's first token is sampled from a row of its prompt.
     assert sum(simulation.rows) == len(SHARED) + 96 * own + sum(outputs) - 96
 
@@ -49,7 +49,7 @@ def test_memory_is_used_by_those_that_follow_early_ends():
     """Half of the answers are short: others have their memory long before the last has ended."""
     simulation = run(1, [20, 200] * 40, known=True, kv_tokens=4000)
     waves = -(-40 * 200 // 3500) * 200  # of the long ones alone
-    assert simulation.scheduler.num_preempted == 0
+    assert simulation.scheduler.room.num_preempted == 0
     assert simulation.steps < waves + 100
 
 
@@ -60,7 +60,7 @@ def test_few_rows_are_admitted_as_if_nothing_were_known():
         run(1, outputs, known=known, kv_tokens=4000, free_rows=10**6) for known in (False, True)
     ]
     assert alike[0].rows == alike[1].rows
-    assert alike[1].scheduler.num_preempted > 0
+    assert alike[1].scheduler.room.num_preempted > 0
 
 
 def test_what_is_reserved_is_what_a_count_finds():
@@ -77,7 +77,7 @@ def test_what_is_reserved_is_what_a_count_finds():
         kv_tokens=2000,
         page_size=4,
     )
-    reserved = simulation.scheduler._reserved
+    reserved = simulation.scheduler.room.reserved
     while not simulation.scheduler.idle():
         assert simulation.step()
         assert set(reserved._needs) <= set(simulation.scheduler.running)
@@ -112,7 +112,8 @@ def test_forks_to_come_are_counted_once_a_step():
             looked += len(self)
             return super().__iter__()
 
-    scheduler.prompts = Watched(scheduler.prompts)
+    lane = scheduler.interactive
+    lane.prompts = Watched(lane.prompts)
     simulation.step()
     assert len(scheduler.running) == prompts
     assert looked < 20 * prompts
@@ -123,6 +124,7 @@ def test_a_refresh_is_a_count(tiny, known, monkeypatch):
     refresh, compared = ReservedPages.refresh, []
 
     def checked(reserved, running):
+        running = list(running)
         refresh(reserved, running)
         soon = reserved._soon
         reserved.count(running)

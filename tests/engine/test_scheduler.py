@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.queue import InteractiveQueue, PlannedQueue
 from onestem.planner import plan_job
 from onestem.request import Request, SamplingParams
@@ -144,7 +145,7 @@ def test_steps_are_full_while_prompts_wait():
 def test_a_small_pool_preempts_and_finishes():
     simulation = Simulation(fifo(requests(job(1, 40, 50, 10), 200)), kv_tokens=1024, page_size=4)
     simulation.run()
-    assert simulation.scheduler.num_preempted > 0
+    assert simulation.scheduler.room.num_preempted > 0
 
 
 def test_a_planned_prefix_stays_between_its_members():
@@ -162,7 +163,10 @@ def test_a_waiting_request_takes_over_from_one_that_left():
     simulation.step()
     owner = simulation.scheduler.running[0]
     # A step of 30 tokens leaves the second request out; admit it by hand, as a larger step would.
-    simulation.scheduler._admit(jobs=False)
+    draft = StepDraft()
+    second_sequence = simulation.scheduler.waiting.next(draft, jobs=False)
+    assert simulation.scheduler.room.admit(draft, second_sequence)
+    simulation.scheduler.waiting.remove(second_sequence)
     waiter = simulation.scheduler.running[1]
     owner.finish_reason = "abort"
     simulation.scheduler.finish(owner)
@@ -174,7 +178,7 @@ def test_a_waiting_request_takes_over_from_one_that_left():
 def prompt_rows(simulation: Simulation) -> dict[str, int]:
     """Rows that each prompt has in the next step."""
     assert simulation.step()
-    chunks = simulation.scheduler._edits.chunks
+    chunks = simulation.draft.edits.chunks
     return {c.sequence.state.request.request_id: c.end - c.start for c in chunks}
 
 

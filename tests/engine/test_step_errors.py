@@ -11,6 +11,8 @@ import pytest
 from onestem.cache import PrefixCache
 from onestem.engine.engine import Engine
 from onestem.engine.schedule.admission import SequenceFactory
+from onestem.engine.schedule.chunks import PromptChunks
+from onestem.engine.schedule.room import Room
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Sequence
 from onestem.engine.step.inputs import DecodeLayout
@@ -35,9 +37,9 @@ def of_order(order: Order) -> Iterable[Sequence | None]:
 
 # Where it is raised, and whose work it is there, by the call's arguments.
 PLACES: dict[str, tuple[Any, str, Callable[..., Iterable[Sequence | None]]]] = {
-    "schedule a prompt": (Scheduler, "_extend_path", lambda self, sequence, *_: [sequence]),
+    "schedule a prompt": (PromptChunks, "_extend_path", lambda self, draft, one, *_: [one]),
     "admit": (PrefixCache, "attach", lambda self, tokens, limit, owner, *_: [owner]),
-    "reserve": (Scheduler, "_reserve_rows", lambda self, sequences: sequences),
+    "reserve": (Room, "reserve_rows", lambda self, draft, sequences: sequences),
     "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence: [sequence]),
     "lay out": (DecodeLayout, "add_own", lambda self, sequences: sequences),
     "give a slot": (Slots, "put", lambda self, sequence, *_: [sequence]),

@@ -81,7 +81,7 @@ def test_random_traffic(seed):
     if limit > 6 and rng.random() < 0.5:
         requests += continuation(rng, requests, limit)
     if rng.random() < 0.4:
-        engine.scheduler.queue = PlannedQueue(iter(grouped(rng, requests)))
+        engine.scheduler.waiting.queue = PlannedQueue(iter(grouped(rng, requests)))
     else:
         for one in requests:
             engine.add_request(one)
@@ -102,8 +102,8 @@ def test_random_traffic(seed):
 
     outputs = drain(engine, each_step=disturb)
     assert_idle(engine)
-    assert not engine._states
-    assert engine.scheduler.groups.num_pinned == 0
+    assert not engine.requests.states
+    assert engine.scheduler.waiting.groups.num_pinned == 0
     assert sorted({**outputs, **aborted}) == sorted(one.request_id for one in requests)
     for one in requests:
         if one.request_id not in aborted:
@@ -118,15 +118,15 @@ def interrupted_step(engine, *, late: bool) -> list:
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         return []
-    launch, outputs = engine._sampler.launch, []
+    launch, outputs = engine.launcher.sampler.launch, []
 
     def fail(*args):
         raise KeyboardInterrupt
 
-    engine._sampler.launch = fail
+    engine.launcher.sampler.launch = fail
     with contextlib.suppress(KeyboardInterrupt):  # a step of prompts alone samples nothing
         outputs = engine.step()
-    engine._sampler.launch = launch
+    engine.launcher.sampler.launch = launch
     return outputs
 
 
@@ -171,7 +171,7 @@ def test_a_bad_request_in_a_job_does_not_spoil_the_cache():
     assert [o.request_id for o in engine.run([good])] == ["a"]
     with pytest.raises(RequestError, match="'a' is in use"):
         list(engine.run([good, good]))
-    assert not engine._states
+    assert not engine.requests.states
 
 
 @pytest.mark.parametrize("prefix", range(1, 7))

@@ -9,7 +9,7 @@ from onestem.engine.schedule.throttle import (
     SAMPLES,
     SLOWDOWN,
     JobShare,
-    StepBudget,
+    StepLimits,
 )
 
 
@@ -73,18 +73,18 @@ def test_a_size_that_was_never_seen_runs_alone_first():
 
 
 def test_a_step_takes_about_the_time_it_may():
-    budget = StepBudget(most=1000, seconds=0.1)
-    assert budget.rows() == FIRST_ROWS  # nothing is known yet
+    limits = StepLimits(step_tokens=1000, step_seconds=0.1)
+    assert limits.rows() == FIRST_ROWS  # nothing is known yet
     for _ in range(20):
-        budget.note(budget.rows(), 0.001 * budget.rows())
-    assert budget.rows() == budget.rows(800) == 100
-    assert budget.rows(980) == 100  # half of a step at least is for prompts
+        limits.note(limits.rows(), 0.001 * limits.rows())
+    assert limits.rows() == limits.rows(800) == 100
+    assert limits.rows(980) == 100  # half of a step at least is for prompts
     for _ in range(40):
-        budget.note(budget.rows(), 1.0 * budget.rows())
-    assert budget.rows() == FEWEST_ROWS
+        limits.note(limits.rows(), 1.0 * limits.rows())
+    assert limits.rows() == FEWEST_ROWS
 
 
 def test_decodes_and_prompts_fill_a_step_together():
-    budget = StepBudget(most=1000)
-    assert [budget.rows(n) for n in (0, 300, 500, 900, 5000)] == [1000, 700, 500, 500, 500]
-    assert [StepBudget(most=1).rows(n) for n in (0, 1, 7)] == [1, 1, 1]
+    limits = StepLimits(step_tokens=1000)
+    assert [limits.rows(n) for n in (0, 300, 500, 900, 5000)] == [1000, 700, 500, 500, 500]
+    assert [StepLimits(step_tokens=1).rows(n) for n in (0, 1, 7)] == [1, 1, 1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onestem.errors import ConfigError, WeightsError
-from onestem.models.checkpoint import file_bytes
 from onestem.models.find import find_model
+from onestem.models.shards import file_bytes
 
 FORMATS = {
     "model-q4.gguf": "is a GGUF file, which is not loaded yet: give the directory of the original",

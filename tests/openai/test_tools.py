@@ -205,7 +205,7 @@ def test_whom_a_choice_lets_call(llm) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
     """The grammar of a form, over the embedded model's tokens, against its parser."""
-    compiler = llm.engine._grammars
+    compiler = llm.engine.requests.grammars
     asked = read_body(
         "chat",
         {"messages": USER, "tools": [WEATHER, ADD], "tool_choice": "required", "temperature": 1.0,
@@ -269,7 +269,7 @@ def test_any_object_is_written_for_such_a_schema(llm) -> None:
     asked = read_body("chat", {"messages": USER, "tool_choice": "required",
                                "tools": [{"type": "function", "function": function}]})  # fmt: skip
     held = asked.held(forms.MISTRAL_ARGS, lambda name: None, check_schema)
-    state = llm.engine._grammars.compile(held.params.response_format)
+    state = llm.engine.requests.grammars.compile(held.params.response_format)
     text = '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}, "c": "d"}'
     for token in llm.tokenizer.encode(text, add_special_tokens=False):
         state.accept(token)
@@ -340,7 +340,7 @@ def test_a_call_that_a_stop_string_cuts_is_open() -> None:
 def test_plain_json_is_no_call_of_llama(llm) -> None:
     asked = read_body("chat", {"messages": USER, "tools": [ADD], "temperature": 0})
     held = asked.held(forms.LLAMA, lambda name: None, check_schema)
-    state = llm.engine._grammars.compile(held.params.response_format)
+    state = llm.engine.requests.grammars.compile(held.params.response_format)
     for token in llm.tokenizer.encode('It is {"name": "Bob", "age": 3}', add_special_tokens=False):
         state.accept(token)
 
@@ -375,7 +375,7 @@ def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
     tokenizer = marked.tokenizer
     body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "auto" if free else "required"}
     held = read_body("chat", body).held(form, tokenizer.control_token, check_schema)
-    state = marked.engine._grammars.compile(held.params.response_format)
+    state = marked.engine.requests.grammars.compile(held.params.response_format)
     own = set(map(tokenizer.control_token, (*form.marks, form.silent_mark)))
     never = tokenizer.special_ids - own - {tokenizer.eos_token_id}
     ids = []

@@ -63,7 +63,7 @@ def made(llm: LLM, number: int, names: tuple[str, ...], **asked: Any) -> Request
             params=params,
             **asked,
         )
-        llm.engine.validate(request)
+        llm.engine.requests.validate(request)
     except RequestError as error:
         return check_reason(str(error))
     return request
@@ -149,7 +149,7 @@ def test_with_modules(llm):
         compiled = llm.schemas.compile(f'<prompt schema="s"><a/>{number % 7}?</prompt>', "anchored")
         try:
             request = llm.pml_request(compiled, SamplingParams(**merged(*names)))
-            llm.engine.validate(request)
+            llm.engine.requests.validate(request)
         except RequestError as error:
             check_reason(str(error))
         else:

@@ -56,7 +56,7 @@ def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
         max_step_tokens=rng.choice([3, 16, 512]),
     )
     own = engine.launcher.runner
-    own.decoder, own.kv_pages = engine.decoder, []
+    own.decoder, own.kv_pages = engine.weights.decoder, []
     own.depth = depth
     team = ToldTeam(num_pages * page_size)
     engine.launcher.runner = ToldRunner(own, team)
@@ -82,14 +82,14 @@ def test_random_traffic(seed: int, depth: int) -> None:
         for name in range(24)
     ]
     asked, outputs, aborted = list(waiting), {}, set()
-    launch = engine._sampler.launch
+    launch = engine.launcher.sampler.launch
 
     def failing(logits, step):
         if rng.random() < 0.02:
             raise RuntimeError("a sampler that fails")
         return launch(logits, step)
 
-    engine._sampler.launch = failing
+    engine.launcher.sampler.launch = failing
     while waiting or engine.has_unfinished():
         while waiting and rng.random() < 0.4:
             engine.add_request(waiting.pop())

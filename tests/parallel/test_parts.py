@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
-from onestem.models import checkpoint
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
@@ -27,6 +26,7 @@ from onestem.models.linear import Layout
 from onestem.models.names import Role
 from onestem.models.part import part_of, sizes_of
 from onestem.models.ranks import ALONE, Ranks
+from onestem.models.shards import opened
 from onestem.models.sizes import weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.updates import checked_tensors, write_tensors
@@ -349,7 +349,7 @@ def test_each_rank_reads_its_part_alone(
     path = tiny(family)
     if name is not None:
         path = quantised(path, tmp_path / "quantised", FORMATS[name])
-    opened, read = checkpoint._opened, []
+    read: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
         read.append(tensor.nbytes)

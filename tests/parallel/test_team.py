@@ -72,7 +72,7 @@ def test_memory_for_few(two, tiny):
     late = replace(requests_for([[7, 6, 5] * 9], max_tokens=3)[0], request_id="late")
 
     def run(engine: Engine) -> dict[str, list[int]]:
-        engine.add_job("job", job)
+        engine.requests.add_job("job", job)
         for _ in range(3):
             engine.step()
         engine.add_request(late)
@@ -80,7 +80,7 @@ def test_memory_for_few(two, tiny):
         while engine.has_unfinished():
             outputs |= {output.request_id: output for output in engine.step()}
             engine.check()
-        assert engine.scheduler.num_preempted > 0
+        assert engine.stats.num_preempted > 0
         return {name: output.outputs[0].token_ids for name, output in outputs.items()}
 
     alone = run(make_engine(tiny("llama"), **options))

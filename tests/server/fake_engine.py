@@ -10,11 +10,11 @@ from onestem.options import EngineOptions
 def load(options: EngineOptions) -> SimpleNamespace:
     stats = SimpleNamespace(to_dict=dict)
     settled = options.replace(max_model_len=64)
+    decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1)
     return SimpleNamespace(
         stats=stats, num_waiting=0, num_running=0, has_unfinished=lambda: False, can_step=True,
-        residence=SimpleNamespace(version=0, is_ready=True),
-        scheduler=SimpleNamespace(budget=SimpleNamespace(seconds=None)),
+        limits=SimpleNamespace(step_seconds=None), requests=SimpleNamespace(),
         cache=SimpleNamespace(pool=SimpleNamespace(num_tokens=64)),
-        decoder=SimpleNamespace(config=SimpleNamespace(vocab_size=8), kv_bytes_per_token=1),
+        weights=SimpleNamespace(version=0, is_ready=True, decoder=decoder),
         options=settled, team=None,
     )  # fmt: skip

@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI
 
 from onestem.request import ResponseFormat
-from onestem.server.api.app import api, open_routes, tokens
 from onestem.server.api.openapi import document
+from onestem.server.api.routes import api, open_routes, tokens
 from onestem.server.page.reference import api_page
 from tests.server.harness import running
 

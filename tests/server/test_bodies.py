@@ -209,7 +209,7 @@ def test_slow_uploads_of_a_key_and_bodies_of_another(tmp_path, tiny_model):
     body = {"prompt": "abc", "max_tokens": 1, "user": "u" * (LARGE - 200)}
     assert SMALL_BYTES < len(json.dumps(body)) <= LARGE
     with running(tmp_path / "state", model=tiny_model, **settings) as server:
-        bodies = server.service.bodies
+        bodies = server.server.config.app.state.reader.bodies
         slow = [begin(server, "slow-key-0", LARGE) for _ in range(20)]
         server.until(lambda: len(bodies._waiting) == 18)
         assert bodies.held == LARGE

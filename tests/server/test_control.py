@@ -141,7 +141,7 @@ def test_the_next_engine_is_told_too(tmp_path, tiny_model):
         server.on_loop(asyncio.sleep, 0)
         engine = server.launcher.llms[-1].engine
         server.until(lambda: engine.is_paused)
-        assert engine.residence.level == 1
+        assert engine.weights.level == 1
         told(http, "/wake_up")
         told(http, "/resume")
         assert http.post("/v1/completions", json={**BODY, "max_tokens": 2}).status_code == 200

@@ -27,7 +27,7 @@ def http(server):
 @pytest.fixture(scope="module")
 def forms(server):
     """The text's ids with control tokens, and as characters."""
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.model.tokenizer
     tokens, characters = tokenizer.encode_control(TEXT), tokenizer.encode(TEXT)
     assert len(tokens) < len(characters)
     assert tokens.count(tokens[0]) == 1

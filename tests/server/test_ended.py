@@ -10,7 +10,8 @@ import pytest
 from onestem.openai.read import Asked
 from onestem.request import Request, SamplingParams
 from onestem.server.api.calls import Call
-from onestem.server.api.http import EventStream, HalfOpenProtocol
+from onestem.server.api.half_open import HalfOpenProtocol
+from onestem.server.api.streams import EventStream
 from onestem.server.errors import ApiError
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Answered, Ask, Delta

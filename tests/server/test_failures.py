@@ -12,8 +12,8 @@ import pytest
 from starlette.responses import Response
 
 from onestem.engine.text.backend import Backend
-from onestem.server.api import app, completions
-from onestem.server.api.http import Contained
+from onestem.server.api import reply, routes
+from onestem.server.api.app import Contained
 from onestem.server.errors import BUG
 from tests.server.test_batches import upload
 from tests.server.test_refusals import ask
@@ -30,7 +30,7 @@ def test_a_500_is_json(embedded, monkeypatch, kind):
     def fail(*_):
         raise BaseExceptionGroup("two", [Odd()]) if kind is BaseExceptionGroup else kind("bug")
 
-    monkeypatch.setattr(app, "tokenize_body", fail)
+    monkeypatch.setattr(routes, "tokenize_body", fail)
     with embedded.http() as http:
         answer = http.post("/tokenize", json={"prompt": "a"})
         assert answer.status_code == 500
@@ -64,7 +64,7 @@ def test_a_stream_that_fails_ends_with_an_error(embedded, monkeypatch, kind):
     def fail(*_):
         raise kind("bug")
 
-    monkeypatch.setattr(completions, "events", fail)
+    monkeypatch.setattr(reply, "events", fail)
     with embedded.http() as http:
         *_, last, done, end = ask(http, "completions", stream=True).text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
@@ -126,7 +126,7 @@ def test_a_call_that_the_end_of_the_server_cuts_gets_an_error():
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_a_text_on_which_the_library_panics(embedded, monkeypatch, path):
     """Costs its request alone."""
-    library = embedded.service.tokenizer._control.library
+    library = embedded.service.model.tokenizer._control.library
 
     class Panics:
         def __getattr__(self, name):
@@ -142,7 +142,7 @@ def test_a_text_on_which_the_library_panics(embedded, monkeypatch, path):
                 self.encode(text, **how)
             return library.encode_batch_fast(texts, **how)
 
-    monkeypatch.setattr(embedded.service.tokenizer, "_control", wrapped := Backend(library))
+    monkeypatch.setattr(embedded.service.model.tokenizer, "_control", wrapped := Backend(library))
     monkeypatch.setattr(wrapped, "library", Panics())
     with embedded.http() as http:
         answer = http.post(path, json={"prompt": "panic"})

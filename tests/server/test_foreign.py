@@ -7,7 +7,7 @@ import json
 import pytest
 
 from onestem.errors import ConfigError
-from onestem.server.api.http import hosts_of
+from onestem.server.api.foreign import hosts_of
 from tests.server.harness import running
 
 BODY = {"prompt": "a", "max_tokens": 1}

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from onestem.server.api import http as http_module
-from onestem.server.api.http import HalfOpenProtocol
+from onestem.server.api import half_open as http_module
+from onestem.server.api.half_open import HalfOpenProtocol
 from onestem.server.run import bind
 from tests.server.harness import WAIT, Held, running
 

@@ -7,8 +7,8 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from onestem.server.records import History
-from onestem.server.service import Service
+from onestem.server.records.history import History
+from onestem.server.records.records import Records
 
 
 def rates(samples: list[tuple[float, int]]) -> list[float | None]:
@@ -36,9 +36,10 @@ def test_it_falls_to_nothing_when_nothing_comes():
 
 
 def test_a_sample_that_fails_is_not_the_last(monkeypatch):
-    service = Service.__new__(Service)
-    service._sample_once = Mock(side_effect=[RuntimeError("a fault"), None, SystemExit])
+    records = Records(Mock(), Mock())
+    sample = Mock(side_effect=[RuntimeError("a fault"), None, SystemExit])
+    monkeypatch.setattr(records.history, "sample", sample)
     monkeypatch.setattr(asyncio, "sleep", AsyncMock())
     with pytest.raises(SystemExit):
-        asyncio.run(service._sample())
-    assert service._sample_once.call_count == 3
+        asyncio.run(records.sample(dict))
+    assert sample.call_count == 3

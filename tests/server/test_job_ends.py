@@ -12,9 +12,9 @@ import pytest
 from onestem.errors import RequestError
 from onestem.request import Request, SamplingParams
 from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
-from onestem.server.objects import jobs
-from onestem.server.objects.files import keep_output
-from onestem.server.objects.jobs import JobAttempt, StoppedError
+from onestem.server.objects import job_attempt, jobs
+from onestem.server.objects.job_attempt import JobAttempt, StoppedError
+from onestem.server.objects.job_files import keep_output
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.store import Store
 from onestem.server.objects.tenants import Tenant
@@ -102,7 +102,7 @@ def loop():
     ],
 )
 def test_what_cannot_be_found_out_is_the_lines_error(tmp_path, loop, monkeypatch, error, raised):
-    monkeypatch.setattr(jobs, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(job_attempt, "PAUSES", (0.0, 0.0))
     client = Answers([error] * 3)
     reading = Reading(tmp_path / "reading")
     attempt = JobAttempt("batch_1", client, loop, Tenant("a"), reading)
@@ -114,7 +114,7 @@ def test_what_cannot_be_found_out_is_the_lines_error(tmp_path, loop, monkeypatch
 
 
 def test_what_a_busy_machine_had_no_time_for_is_asked_again(tmp_path, loop, monkeypatch):
-    monkeypatch.setattr(jobs, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(job_attempt, "PAUSES", (0.0, 0.0))
     client = Answers([BusyError("it is busy"), NoAnswerError(60.0), None])
     attempt = JobAttempt("batch_1", client, loop, Tenant("a"), Reading(tmp_path / "reading"))
     attempt.validate(lambda request: None, WITH_GRAMMAR)

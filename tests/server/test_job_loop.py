@@ -158,9 +158,6 @@ def test_a_whole_output_is_put_away_whatever_has_changed(tmp_path, tiny_model):
         assert output(http, again) == first
 
 
-# ----------------------------------------------------------------------------- first pass
-
-
 def died(reading: Reading, at: int) -> None:
     """A process began to read a batch, came to a byte of it, and ended."""
     reading.begin()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from onestem.engine.schedule.answers import ENTRY_BYTES
-from onestem.server.api import completions
+from onestem.server.api import prepare
 from tests.server.harness import running
 from tests.server.test_batches import create, ended
 from tests.server.test_job_ends import errors_of, line
@@ -171,7 +171,7 @@ def test_prefixes_and_schemas_that_would_cost_too_much(embedded):
 def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
     """While one is read, others are answered."""
     reading, go_on = threading.Event(), threading.Event()
-    read = completions.read_object
+    read = prepare.read_object
 
     def slow(raw):
         if len(raw) > 100_000:
@@ -179,7 +179,7 @@ def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
             assert go_on.wait(30)
         return read(raw)
 
-    monkeypatch.setattr(completions, "read_object", slow)
+    monkeypatch.setattr(prepare, "read_object", slow)
     with embedded.http() as http, ThreadPoolExecutor(1) as pool:
         large = pool.submit(ask, http, "completions", prompt="x " * 100_000)
         assert reading.wait(30)
@@ -190,7 +190,7 @@ def test_large_bodies_are_read_beside_the_event_loop(embedded, monkeypatch):
 
 def test_a_grammar_that_takes_longer_than_the_request_has(tmp_path, tiny_model):
     def slow(llm):
-        llm.engine.prepare = lambda *request: Future()  # which nobody ends
+        llm.engine.requests.prepare = lambda *request: Future()  # which nobody ends
 
     with running(tmp_path, model=tiny_model, change=slow) as server, server.http() as http:
         asked = {"response_format": {"type": "json_object"}, "timeout": 0.05}

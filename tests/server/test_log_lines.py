@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from onestem.server.logs import default_format, line_of, log, set_up
+from onestem.server.log_lines import line_of
+from onestem.server.logs import default_format, log, set_up
 
 REQUEST = {
     "id": "chatcmpl-1", "key": None, "app": None, "endpoint": "chat", "outcome": "stop",

@@ -17,7 +17,7 @@ from onestem.server.api.calls import Call
 from onestem.server.link.worker import CPU_STEP_MS, load
 from onestem.server.logs import set_up
 from onestem.server.objects.tenants import EVERYBODY
-from onestem.server.records import MOST_APPS, Metrics
+from onestem.server.records.metrics import MOST_APPS, Metrics
 from tests.server.harness import Held, running
 
 APP = {"support": {"text": "You are the kind assistant of a shop that sells maps. " * 2}}
@@ -88,7 +88,7 @@ def test_names_that_keys_make_up_do_not_fill_the_metrics(server):
             id="x", kind="chat", model="m", tenant=EVERYBODY, requests=[request],
             app=f"app-{number}", arrived=0.0, seconds=1.0,
         )  # fmt: skip
-        counted.note(call, 1.0)
+        counted.note(call.record(1.0))
     text = counted.text({}).decode()
     assert f'app="app-{MOST_APPS - 1}"' in text
     assert f'app="app-{MOST_APPS}"' not in text
@@ -104,7 +104,7 @@ def test_every_requests_reuse_is_explained(server):
         complete(http, prompt="a", prefix="support")
         calls = http.get("/internal/state").json()["requests"][:4]
     named, whole, differs, new = (call["reuse"] for call in calls)
-    text = server.service._token_text
+    text = server.service.model.token_text
     assert new["matched_tokens"] == 0
     assert new["source"] == "none"
     assert (differs["matched_tokens"], differs["ended"], differs["at"]) == (6, "differs", 6)
@@ -159,7 +159,7 @@ def test_the_pages_events(server):
 @pytest.mark.parametrize(("asked", "seconds"), [(None, CPU_STEP_MS / 1000), (0, None), (50, 0.05)])
 def test_steps_of_a_server_are_bounded(tiny_model, asked, seconds):
     options = EngineOptions(model=tiny_model, device="cpu", kv_memory="1MiB", max_step_ms=asked)
-    assert load(options).scheduler.budget.seconds == seconds
+    assert load(options).limits.step_seconds == seconds
 
 
 def test_the_page_has_a_strict_policy(server):

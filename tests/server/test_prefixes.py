@@ -34,10 +34,10 @@ def test_a_text_stands_before_prompts_and_chats(embedded):
         assert made["version"] == 1
         assert made["computed_tokens"] == made["tokens"] > 0
         assert made["bytes"] > 0
-        ids = embedded.service.tokenizer.encode(TEXT + "Where is the door?")
+        ids = embedded.service.model.tokenizer.encode(TEXT + "Where is the door?")
         named = complete(http, prefix="library", prompt="Where is the door?", return_token_ids=True)
         assert named["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(
-            embedded.service.tokenizer.encode(TEXT)
+            embedded.service.model.tokenizer.encode(TEXT)
         )
         whole = complete(http, prompt=named["prompt_token_ids"])
         assert whole["choices"][0]["text"] == named["choices"][0]["text"]

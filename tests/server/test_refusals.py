@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from onestem.server.api import http as limits
+from onestem.server.api import limits
 
 PML = '<prompt schema="nobody">Hello</prompt>'
 JSON = {"Content-Type": "application/json"}

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from onestem.request import Request, Rerendered
-from onestem.server.logs import line_of
-from onestem.server.records import kind_of
+from onestem.server.log_lines import line_of
+from onestem.server.records.rerendered import kind_of
 from tests.engine.tiny_tokenizers import LLAMA_3_TEMPLATE, make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.server.harness import running
@@ -67,7 +67,7 @@ def two_turns(http, question, **how):
 
 def test_a_template_that_keeps_what_was_said(serve, told):
     with serve(KEEPS) as server, server.http() as http:
-        (token,) = server.service.tokenizer.encode("Z", add_special_tokens=False)
+        (token,) = server.service.model.tokenizer.encode("Z", add_special_tokens=False)
         for question in ("One?", "Two?"):
             first, second, lost = two_turns(http, question, allowed_token_ids=[token], max_tokens=6)
             assert first["choices"][0]["message"]["content"] == "ZZZZZZ"
@@ -113,10 +113,11 @@ def test_a_stream_says_it_too(serve):
 
 def test_what_stands_before_an_answer_is_dropped(serve, told):
     with serve(BEGINS) as server, server.http() as http:
-        (token,) = server.service.tokenizer.encode("Z", add_special_tokens=False)
+        (token,) = server.service.model.tokenizer.encode("Z", add_special_tokens=False)
         how = {"allowed_token_ids": [token], "max_tokens": 6}
         _, second, lost = two_turns(http, "One?", **how)
-        prefilled = len(server.service.tokenizer.encode_control("<think>\n\n</think>\n\n")) - 1
+        begins = server.service.model.tokenizer.encode_control("<think>\n\n</think>\n\n")
+        prefilled = len(begins) - 1
         assert lost == prefilled + 5
         assert second["usage"]["prompt_tokens_details"]["rerendered_tokens"] == lost
         # Another question parts before all that.

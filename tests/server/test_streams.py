@@ -7,7 +7,6 @@ import json
 import math
 import socket
 import time
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 
 from onestem.request import Request, SamplingParams
 from onestem.server.api.calls import Call
-from onestem.server.api.completions import _events
+from onestem.server.api.reply import Reply
 from onestem.server.errors import ApiError
 from onestem.server.link.chunk_size import ChunkSize
 from onestem.server.objects.tenants import EVERYBODY
@@ -71,13 +70,13 @@ def test_a_client_that_goes_away_frees_its_pages(slow):
         connection.close()
         slow.until(lambda: slow.service.client.num_running == 0)
         assert slow.check()["held"] == 0
-        assert slow.service.history.calls[0]["finish"] == "abort"
+        assert slow.service.records.history.calls[0]["finish"] == "abort"
 
 
 def test_a_client_that_goes_away_while_it_waits(slow):
     """In the line in front of the engine, where nothing was computed for it."""
-    slow.on_loop(setattr, slow.service.client, "state", "starting")
-    slow.on_loop(setattr, slow.service.client, "check_up", lambda: None)
+    slow.on_loop(setattr, slow.service.client.supervisor, "state", "starting")
+    slow.on_loop(setattr, slow.service.client.supervisor, "check_up", lambda: None)
     try:
         connection = send(slow, max_tokens=5)
         slow.until(lambda: slow.service.client.requests.num_waiting == 1)
@@ -85,7 +84,7 @@ def test_a_client_that_goes_away_while_it_waits(slow):
         slow.until(lambda: slow.service.client.requests.num_waiting == 0)
     finally:
         del slow.service.client.supervisor.check_up
-        slow.on_loop(setattr, slow.service.client, "state", "running")
+        slow.on_loop(setattr, slow.service.client.supervisor, "state", "running")
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody(slow):
@@ -138,12 +137,13 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
         id="r", kind="completion", model="m", tenant=EVERYBODY, requests=[request], stream=True,
         return_token_ids=True, chunk_size=ChunkSize(4), arrived=now, seconds=600.0,
     )  # fmt: skip
-    service = SimpleNamespace(client=Mock(), metrics=Mock(), note=Mock(), tokenizer=None)
+    client = Mock()
+    reply = Reply(call, client, None, Mock())
 
     async def streamed() -> list[bytes]:
         part, sent = call.inbox.part(0), []
         part.on_token(0, 5, "a")
-        async for events in _events(service, call, None, {"prompt"}):
+        async for events in reply.events(None, {"prompt"}):
             if not sent:
                 part.on_token(0, 6, "b")
                 part.on_token(0, 7, "c")
@@ -159,13 +159,13 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     assert events[1]["error"]["message"] == "gone"
     assert events[1]["error"]["param"] is None  # the body has no timeout
     assert rest.endswith(b"data: [DONE]\n\n")
-    service.client.requests.abort.assert_called_once()
-    assert service.client.requests.abort.call_args.args[0] == "r-0"
+    client.requests.abort.assert_called_once()
+    assert client.requests.abort.call_args.args[0] == "r-0"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_was_computed_of_a_request_that_is_cut_short_is_counted(slow, stream):
-    client, history = slow.service.client, slow.service.history
+    client, history = slow.service.client, slow.service.records.history
     before, aborted = client.stats.get("output_tokens", 0), history.totals["aborted"]
     connection = send(slow, max_tokens=1900, stream=stream, n=4)
     slow.until(lambda: client.stats.get("output_tokens", 0) > before)

@@ -37,7 +37,7 @@ def cached(server, key, **body) -> int:
 
 
 def num_tokens(server, text: str) -> int:
-    return len(server.service.tokenizer.encode(text))
+    return len(server.service.model.tokenizer.encode(text))
 
 
 @pytest.mark.parametrize(

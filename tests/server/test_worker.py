@@ -53,14 +53,14 @@ def made(seconds: float | None = 0.3):
     """A worker, its engine, whose steps take no time and bring nothing unless told, and what the
     server hears."""
     engine, channel = load(EngineOptions()), Channel()
-    engine.scheduler.budget.seconds = seconds
+    engine.limits.step_seconds = seconds
     engine.has_unfinished = lambda: True
     engine.added, engine.bounds = [], []
     engine.add_request = lambda request, **whose: engine.added.append((request.request_id, whose))
     engine.abort = lambda name: None
 
     def step():
-        engine.bounds.append(engine.scheduler.budget.seconds)
+        engine.bounds.append(engine.limits.step_seconds)
         return [], []
 
     engine.step_news = step
@@ -81,7 +81,7 @@ def test_a_request_waits_in_its_keys_line(clock):
     worker.take(dataclasses.replace(add("a", 0), key="alice", weight=2.0))
     worker.turn()
     assert engine.added == [("a", {"key": "alice", "weight": 2.0})]
-    engine.on_begin(["a"])
+    engine.requests.on_begin(["a"])
     assert channel.of(Begun) == [Begun(["a"])]
 
 
@@ -135,7 +135,7 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
     def add_job(name, requests, *, first, groups):
         parts.append((name, [one.request_id for one in requests], groups))
 
-    engine.add_job = add_job
+    engine.requests.add_job = add_job
     for name in ("a", "b"):
         request = Request(request_id=name, prompt_token_ids=[1])
         worker.take(JobRequests("job", [request]))
@@ -148,7 +148,7 @@ def test_parts_of_a_job_number_its_groups_alike(clock):
 def test_a_part_that_the_engine_gives_up_costs_no_other_part(clock):
     worker, engine, _ = made()
     parts = []
-    engine.add_job = lambda name, requests, **how: parts.append(requests)
+    engine.requests.add_job = lambda name, requests, **how: parts.append(requests)
     requests = [Request(request_id=name, prompt_token_ids=[1]) for name in "abc"]
     worker.take(JobRequests("job", requests))
     worker.turn()
@@ -263,7 +263,7 @@ class AtOnce:
 
 def checked(prepare, pool=None) -> tuple[Checks, list[Answered]]:
     answers: list[Answered] = []
-    engine = SimpleNamespace(prepare=prepare)
+    engine = SimpleNamespace(requests=SimpleNamespace(prepare=prepare))
     return Checks(engine, answers.append, pool or AtOnce()), answers
 
 

@@ -56,7 +56,7 @@ def serve(
         typer.Option(
             metavar="NAME=FILE",
             help="A system prompt that our server pins at its start; requests begin with them "
-            "in place of drawn ones, as text. May stand several times.",
+            "in place of drawn ones, as text. May be given several times.",
             rich_help_panel=SERVER,
         ),
     ] = None,

@@ -17,10 +17,8 @@ Written to lab/results/eviction.json.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from onestem.cache.idle import IdleRuns
 from onestem_lab.eviction.policies import LeastRecentlyUsed, Oracle, WholeRuns
 from onestem_lab.eviction.simulate import CachedFirst, Result, Simulation
 from onestem_lab.eviction.traces import TRACES, Ask
-from onestem_lab.results import RESULTS
+from onestem_lab.results import RESULTS, write
 
 POLICIES: dict[str, Callable[[PagePool], IdleRuns]] = {
     "whole_runs": WholeRuns,
@@ -47,11 +45,10 @@ def main() -> None:
     rows = [row for name in names for row in measure(name, options.seed)]
     result = {
         "command": " ".join(["python -m onestem_lab.eviction", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
         "rows": rows,
     }
     if names == list(TRACES):
-        (RESULTS / "eviction.json").write_text(json.dumps(result, indent=1) + "\n")
+        write(RESULTS / "eviction.json", result)
 
 
 def _options() -> argparse.Namespace:

@@ -16,9 +16,11 @@ from onestem.cache import PagePool, PrefixCache
 from onestem.cache.idle import IdleRuns
 from onestem.engine.outputs import EngineStats
 from onestem.engine.schedule.admission import SequenceFactory
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import HybridQueue, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.schedule.throttle import StepLimits
 from onestem.engine.sequence import Edits, Sequence
 from onestem.pml import CompiledPrompt, Segment
 from onestem.request import Request, SamplingParams
@@ -121,10 +123,10 @@ class Simulation:
                 self._expect(ask.seconds, name)
         self._scheduler = self._make_scheduler(memory)
         if jobs:
-            self._scheduler.queue = PlannedQueue(map(self._request, jobs))
+            self._scheduler.waiting.queue = PlannedQueue(map(self._request, jobs))
 
     def _make_scheduler(self, memory: int) -> Scheduler:
-        cache, self._queue = self.cache, HybridQueue()
+        cache, self._queue = self.cache, HybridQueue(self.cache.tree, max_passed=0)
         pins = PinnedPrefixes(
             cache, self._queue.interactive, max_model_len=memory, bytes_per_token=1
         )
@@ -133,7 +135,8 @@ class Simulation:
             config, cache.pool, kept_pages=lambda: 0, tokenizer=None, grammars=None,
             max_model_len=memory, together=True, seed=0, stats=EngineStats(),
         )  # fmt: skip
-        return Scheduler(cache, self._queue, self._factory, pins, max_step_tokens=STEP_TOKENS)
+        limits = StepLimits(step_tokens=STEP_TOKENS)
+        return Scheduler(cache, self._queue, self._factory, pins, limits=limits)
 
     def _expect(self, seconds: float, name: str) -> None:
         heapq.heappush(self._coming, (seconds, next(self._numbers), name))
@@ -163,13 +166,14 @@ class Simulation:
                 self.now = self._coming[0][0]
             else:
                 self._step()
-        self.result.preempted = self._scheduler.num_preempted
+        self.result.preempted = self._scheduler.room.num_preempted
         self.cache.check()
         return self.result
 
     def _step(self) -> None:
-        edits = self._scheduler.edits(self._rows, may_preempt=True)  # type: ignore[arg-type]
-        assert edits is not None
+        draft = StepDraft()
+        self._scheduler.decide(draft, self._rows)
+        edits = draft.edits
         assert not edits.unfit
         for chunk in edits.chunks:
             self._note_admitted(self._ask(chunk.sequence))
@@ -182,7 +186,6 @@ class Simulation:
             samples += chunk.samples
             for sequence in chunk.samples:
                 self._rows.put(sequence)
-        self._scheduler.note_launched()
         for sequence in samples:
             self._sample(sequence)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import date
 from pathlib import Path
 
 from onestem.errors import OnestemError
@@ -20,7 +19,7 @@ from onestem.llm import LLM
 from onestem.pml import ISOLATIONS
 from onestem_lab.longbench.load import find_files, read_examples
 from onestem_lab.longbench.run import Answered, measure, summary
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,13 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     report = {
         "command": "python -m onestem_lab.longbench " + " ".join(arguments or sys.argv[1:]),
-        "date": str(date.today()),
         "machine": machine(),
         "model": options.model,
         "dtype": str(llm.dtype).removeprefix("torch."),
         "tasks": summary(answered),
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.out, report)
     if options.answers is not None:
         options.answers.write_text("".join(_line(one) for one in answered))
     show(report["tasks"])

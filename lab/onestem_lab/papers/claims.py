@@ -94,7 +94,7 @@ class Gain:
     """How many times better `own` is than the first of `others` that ran, at the same place.
 
     Attributes:
-        other_at: where the other one stands at another place: what replaces the place's values.
+        other_at: where the other one is at another place: what replaces the place's values.
         of: a series of predicted gains, by which the measured one is divided.
     """
 

@@ -130,7 +130,7 @@ def decode(llm: LLM, asked: Asked, new: int, enough: float = math.inf) -> Decode
     seconds."""
     engine, batch = llm.engine, len(asked.prompts)
     prompts = sum(map(len, asked.prompts))
-    if engine.share != "off":
+    if engine.options.share != "off":
         prompts -= (batch - 1) * asked.prefix
     most = new + 2 + min(MOST_STEPS, prompts // STEP_TOKENS)
     params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)

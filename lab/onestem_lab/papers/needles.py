@@ -1,4 +1,4 @@
-"""Questions about facts that stand in a long document (Hydragen, section 4.3, appendix E.3)."""
+"""Questions about facts in a long document (Hydragen, section 4.3, appendix E.3)."""
 
 from __future__ import annotations
 

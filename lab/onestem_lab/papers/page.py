@@ -18,9 +18,8 @@ from typing import Any
 from onestem_lab.papers.claims import VERDICTS, Claim, Finding, Gain, Run, place
 from onestem_lab.papers.experiment import THEORY, Experiment
 from onestem_lab.papers.registry import EXPERIMENTS
-from onestem_lab.papers.run import UNKNOWN
 from onestem_lab.papers.table import figures_of, found_in, number, rank, span, stated_in
-from onestem_lab.results import LAB
+from onestem_lab.results import LAB, UNKNOWN
 from onestem_lab.results import RESULTS as ALL_RESULTS
 
 RESULTS = ALL_RESULTS / "paper"

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from typing import Any
 
-import onestem
 from onestem.errors import ConfigError
 from onestem_lab.attention.measure import device_facts
 from onestem_lab.papers.attention import AttentionSweep
@@ -21,12 +17,9 @@ from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Experiment, Measure, Step, place
 from onestem_lab.papers.jobs import JobRuns, PlanSavings
 from onestem_lab.papers.memory import TokenMemories
+from onestem_lab.results import commit
 
-__all__ = ["COMMIT", "READ_WITHOUT_MODEL", "UNKNOWN", "Progress", "commit_of", "run_experiment"]
-
-COMMIT = "ONESTEM_COMMIT"
-"""Environment variable: the commit of sources that were copied without git."""
-UNKNOWN = "unknown"
+__all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
 
 READ_WITHOUT_MODEL: Mapping[type[Measure], Sequence[str]] = {
     AttentionSweep: ("device", "dtype", "share", "impl"),
@@ -64,7 +57,7 @@ def run_experiment(
     model = bench.told_model
     if model is not None and type(experiment.measure) in READ_WITHOUT_MODEL:
         bench.refused[f"model {model}"], model = "no model runs here", None
-    commit = commit_of(Path(onestem.__file__).parents[1], onestem.__version__)  # as it begins
+    commit()  # as it begins
     began = time.perf_counter()
     turns: dict[Any, list[Cell]] = {}
     steps = experiment.measure.steps(bench)
@@ -84,7 +77,7 @@ def run_experiment(
         "assumed": experiment.assumed,
         "machine": experiment.machine,
         "command": command,
-        "commit": commit,
+        "commit": commit(),
         "date": date.today().isoformat(),
         "scale": bench.scale,
         "part": bench.part,
@@ -100,16 +93,3 @@ def run_experiment(
         "cells": [asdict(cell) for cell in experiment.with_ratios(cells, experiment.ratio)],
         "published": [asdict(cell) for cell in published],
     }
-
-
-def commit_of(root: Path, version: str) -> str:
-    """The commit of the sources in a folder, or else that of the version's name."""
-    if COMMIT in os.environ:
-        return os.environ[COMMIT]
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode == 0:
-            return found.stdout.strip()
-    named = re.search(r"\+g([0-9a-f]+)", version)
-    return named[1] if named else UNKNOWN

@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from onestem.jobs import plan_file
 from onestem.options import EngineOptions
 from onestem_lab.peers.cases import CASES
 from onestem_lab.peers.engines import Bench
-from onestem_lab.peers.report import machine
-from onestem_lab.peers.run import RESULTS, add_sizes, check_sizes, sized
+from onestem_lab.peers.run import add_sizes, check_sizes, sized
 from onestem_lab.peers.runners.job import Group, Job
 from onestem_lab.peers.settings import ENGINES, default
 from onestem_lab.peers.weights import model_directory
+from onestem_lab.results import RESULTS, processor, write
 
 GIVEN, ORDERED = "as given", "ordered"
 
@@ -55,8 +54,7 @@ def main() -> None:
     result = {
         "case": options.case,
         "command": f"python -m onestem_lab.peers.ordered {shlex.join(sys.argv[1:])}",
-        "date": date.today().isoformat(),
-        "machine": machine(options.threads),
+        "machine": processor(options.threads),
         "sizes": dataclasses.asdict(case),
         "dtype": options.dtype,
         "requests": len(job.prompts),
@@ -71,7 +69,7 @@ def main() -> None:
         "runs": runs,
     }  # fmt: skip
     path = RESULTS / f"ordered-{options.case}{options.suffix}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     print(json.dumps({name: result[name] for name in ("median_seconds", "ordered_against_given")}))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import matplotlib
 
+from onestem_lab.plots import save
 from onestem_lab.results import RESULTS, ROOT
 
 matplotlib.use("Agg")
@@ -54,7 +55,7 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
         axis.set_axis_off()
     for axis, result in zip(axes.flat, results):
         _panel(axis, result)
-    figure.savefig(out, dpi=150)
+    save(figure, out)
 
 
 def _panel(axis: Axes, result: dict[str, Any]) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 from dataclasses import asdict
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 from onestem_lab.peers.cases import Case
 from onestem_lab.peers.floors import Floor, Rates
 from onestem_lab.peers.runners.job import Job
-from onestem_lab.results import commit
+from onestem_lab.results import processor
 
 __all__ = ["show", "summary"]
 
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -41,8 +37,7 @@ def summary(
     return {
         "case": name,
         "command": command,
-        "date": date.today().isoformat(),
-        "machine": machine(job.threads),
+        "machine": processor(job.threads),
         "sizes": asdict(case),
         "dtype": job.dtype,
         "requests": len(job.prompts),
@@ -74,19 +69,6 @@ def _ratios(ran: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         pairs = [peer / ours for peer, ours in zip(ran[engine], ran["onestem"])]
         out[engine] = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
     return out
-
-
-def machine(threads: int) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    flags = fields.get("flags", "").split()
-    return {
-        "processor": fields.get("model name", platform.processor()),
-        "threads": threads,
-        "instructions": [flag for flag in FLAGS if flag in flags],
-        "architecture": platform.machine(),
-        "commit": commit(),
-    }
 
 
 def show(result: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from onestem_lab.peers.log import RunLog
 from onestem_lab.peers.report import show, summary
 from onestem_lab.peers.settings import ENGINES, combined, default, sweep
 from onestem_lab.peers.weights import model_directory
-from onestem_lab.results import RESULTS, ROOT
+from onestem_lab.results import RESULTS, ROOT, write
 
 SIZES = ("groups", "degree", "prefix", "distinct", "output")
 
@@ -41,7 +41,7 @@ def main() -> None:
         case = sized(CASES[name], options)
         result = measure(name, case, options)
         path = RESULTS / f"peers-{name}{options.suffix}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
         show(result)
     if options.plot is not None:
         from onestem_lab.peers.plot import plot_results  # matplotlib is for developers

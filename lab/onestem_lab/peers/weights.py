@@ -37,17 +37,17 @@ def write_weights(directory: Path, dtype: str) -> None:
     from safetensors.torch import save_file
 
     from onestem.models.config import ModelConfig
-    from onestem.models.tensors import Tensors
+    from onestem.models.tensors import Kind, Tensors
 
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, shape in Tensors(ModelConfig.from_directory(directory)).shapes.items():
-        is_matrix = len(shape) == 2 and "embed_tokens" not in name
-        deviation = shape[1] ** -0.5 if is_matrix else 0.02
-        tensor = torch.ones(shape)
-        if not name.endswith("norm.weight"):
+    for spec in Tensors(ModelConfig.from_directory(directory)):
+        is_matrix = spec.kind in (Kind.MATRIX, Kind.HEAD)
+        deviation = spec.shape[1] ** -0.5 if is_matrix else 0.02
+        tensor = torch.ones(spec.shape)
+        if spec.kind is not Kind.NORM:
             tensor.normal_(0.0, deviation, generator=generator)
-        tensors[name] = tensor.to(getattr(torch, dtype))
+        tensors[spec.name] = tensor.to(getattr(torch, dtype))
     partial = directory / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     shutil.move(partial, directory / "model.safetensors")

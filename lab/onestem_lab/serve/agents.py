@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +38,7 @@ from onestem.models.find import find_model
 from onestem_lab.load.run import model_name
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.load.workload import WORDS
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 __all__ = ["Oracle", "Turn", "measured", "summary"]
 
@@ -67,7 +66,6 @@ def main() -> None:
     result = {
         "command": " ".join(["python -m onestem_lab.serve.agents", *sys.argv[1:]]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "system_tokens": agents.system_tokens,
         "seconds": seconds,
         "requests_per_s": len(agents.turns) / seconds,
@@ -76,7 +74,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if not options.short:
         path = RESULTS / f"serve-agents{options.suffix}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
     sys.exit(not result["good"])
 
 

@@ -22,12 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, ROOT, machine, write
 
 RESULT = RESULTS / "serve-chunks.json"
 KINDS = {"chat": "chat/completions", "completion": "completions"}
@@ -59,7 +58,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.serve.chunks --streams {options.streams} "
         f"--seconds {options.seconds:g} --rounds {options.rounds}",
-        "date": date.today().isoformat(),
         "machine": machine(),
         "chunks_per_cpu_second": {
             name: {kind: {"median": median(all_), "all": all_} for kind, all_ in kinds.items()}
@@ -72,7 +70,7 @@ def main() -> None:
         }
         print(result["ratio"])
     if not options.profile:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        write(RESULT, result)
 
 
 # ----------------------------------------------------------------------------- clients

@@ -21,13 +21,11 @@ turns. --before DIR and --servers full,full-before compare with another version 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from onestem_lab.load.crowd import default_clients
 from onestem_lab.load.run import Bench, model_name
 from onestem_lab.load.search import RateSearch
 from onestem_lab.load.workload import Workload
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, ROOT, machine, write
 from onestem_lab.serve.model import config_alone, servable
 from onestem_lab.serve.servers import SERVERS, Setting, running
 
@@ -64,7 +62,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": "python -m onestem_lab.serve.compare " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "shape": options.shape,
         "dtype": options.dtype,
         "limit": options.limit,
@@ -77,13 +74,13 @@ def main() -> None:
         result["rates"] = result.pop("searches")
         for entry in _at_rates(names, setting, options):
             result["rates"].append(entry)
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write(path, result)
         return
     for search in _searches(names, setting, options):
         result["searches"].append(search)
         result["against"] = _against(result["searches"])
         # After each: a run that is cut off keeps what it has.
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
     for line in _table(result["against"]):
         print(line)
 

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +28,7 @@ import httpx2
 
 from onestem.openai.schema import ChatBody, CompletionBody
 from onestem_lab.load.server import free_port, onestem_command, serving
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 STREAMS = 16
 FUNCTION = {
@@ -77,14 +76,13 @@ def main() -> None:
         "command": f"python -m onestem_lab.serve.fuzz --bodies {options.bodies} "
         f"--conversations {options.conversations}",
         "machine": machine(),
-        "date": str(date.today()),
         "seconds": seconds,
         "restarts": restarts,
         **found,
         "good": good,
     }
     print(json.dumps(result, indent=1))
-    (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / "fuzz.json", result)
     sys.exit(not good)
 
 

@@ -42,14 +42,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from onestem.interrupts import exit_on_sigterm
 from onestem_lab.load.server import free_port
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, ROOT, machine, write
 from onestem_lab.serve.hostile_alone import Alone, clear_cases
 from onestem_lab.serve.hostile_batches import is_whole
 from onestem_lab.serve.hostile_memory import is_flat
@@ -77,14 +76,13 @@ def main() -> None:
     result = {
         "command": "python -m onestem_lab.serve.hostile " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "setting": vars(setting),
         "good": not wrong,
         "faults": wrong,
         **found,
     }
     path = RESULTS / f"hostile{options.suffix}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     for line in _table(result):
         print(line)
     sys.exit(not result["good"])

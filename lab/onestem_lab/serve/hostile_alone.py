@@ -60,7 +60,7 @@ class Alone:
             )
             requests = [self._request(asked, prompt) for prompt in asked.prompts]
             for request in requests:
-                self._llm.engine.validate(request)
+                self._llm.engine.requests.validate(request)
         except (OnestemError, ApiError) as error:
             return Reply(status=400, error=str(error))
         outputs = [output for one in requests for output in self._llm.engine.run([one])]

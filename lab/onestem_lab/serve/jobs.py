@@ -23,7 +23,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from onestem_lab.load.client import Target, open_client
 from onestem_lab.load.run import Bench, model_name
 from onestem_lab.load.search import RateSearch
 from onestem_lab.load.workload import Workload
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, ROOT, machine, write
 from onestem_lab.serve.model import servable
 from onestem_lab.serve.servers import Setting, running
 from onestem_lab.serve.service import at_rest, post_job, state
@@ -72,14 +71,13 @@ def main() -> None:
     result = {
         "command": "python -m onestem_lab.serve.jobs " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "shape": options.shape,
         "case": bench.describe(),
         "rate": rate,
         **found,
     }
     path = RESULTS / f"serve-jobs{options.suffix}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     shown = {key: value for key, value in result.items() if key not in ("pairs", "case")}
     print(json.dumps(shown, indent=1))
     sys.exit(not result["good"])

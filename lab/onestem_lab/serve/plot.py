@@ -16,6 +16,7 @@ from typing import Any
 
 import matplotlib
 
+from onestem_lab.plots import save
 from onestem_lab.results import ROOT
 
 matplotlib.use("Agg")
@@ -88,9 +89,7 @@ def draw(found: Curves, limit: float, out: Path) -> None:
         axis.set_title(f"system prompt of {system_tokens} tokens", fontsize=9)
     axes[0][0].set_ylabel("mean normalised latency, s per token", fontsize=8)
     axes[0][-1].legend(fontsize=8, frameon=False)
-    # No date and no random ids: the same figures give the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "onestem"
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    save(figure, out)
     pyplot.close(figure)
 
 

@@ -16,11 +16,9 @@ import argparse
 import asyncio
 import itertools
 import json
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +30,7 @@ from onestem_lab.load.client import open_client
 from onestem_lab.load.figures import distribution
 from onestem_lab.load.run import model_name
 from onestem_lab.load.server import free_port, onestem_command, serving
-from onestem_lab.results import RESULTS, ROOT, machine
+from onestem_lab.results import RESULTS, machine, write
 
 VICTIM = "victim"
 PLAIN_RATIO, SCHEMA_SECONDS = 1.2, 2.0
@@ -60,10 +58,8 @@ def main() -> None:
     ratio = found["attacked"]["plain"]["p99"] / found["alone"]["plain"]["p99"]
     result = {
         "command": "python -m onestem_lab.serve.schemas " + " ".join(sys.argv[1:]),
-        "commit": _commit(),
         "machine": machine(),
         "xgrammar": version("xgrammar"),
-        "date": date.today().isoformat(),
         **found,
         "plain_ratio": ratio,
         "limits": {"plain_ratio": PLAIN_RATIO, "schema_seconds": SCHEMA_SECONDS},
@@ -72,17 +68,12 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if not options.short:
         path = RESULTS / "serve-schemas.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
     sys.exit(not result["good"])
 
 
 def _key(name: str) -> str:
     return f"key-of-{name}-0001"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 async def _measure(url: str, seconds: float, attackers: list[str]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +40,7 @@ from onestem_lab.load.run import model_name
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.load.stream import Answer
 from onestem_lab.load.workload import Ask, Workload
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 from onestem_lab.serve.service import at_rest, engine_pid, finished_job, job_output, post_job, state
 
 SCENES = ("all", "leave", "slow", "kill")
@@ -90,7 +89,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": "python -m onestem_lab.serve.streams " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "scenes": {},
     }
     for name in wanted:
@@ -98,7 +96,7 @@ def main() -> None:
         print(name, json.dumps(outcome), flush=True)
     if not options.short:
         path = RESULTS / "serve-streams.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
     sys.exit(not all(scene["good"] for scene in result["scenes"].values()))
 
 

@@ -19,7 +19,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +31,7 @@ from onestem_lab.load.figures import Outcome, distribution
 from onestem_lab.load.run import model_name
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.load.workload import FIRST_ID, Ask
-from onestem_lab.results import RESULTS, machine
+from onestem_lab.results import RESULTS, machine, write
 
 KEYS = {"alice": "key-of-alice-0001", "bob": "key-of-bob-0002"}
 LIMIT = 0.55
@@ -59,7 +58,6 @@ def main() -> None:
     result = {
         "command": "python -m onestem_lab.serve.tenants " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "date": date.today().isoformat(),
         "prompt_tokens": options.prompt_tokens,
         **found,
         "limit": LIMIT,
@@ -70,7 +68,7 @@ def main() -> None:
     print(json.dumps({key: value for key, value in result.items() if key != "seconds"}, indent=1))
     if not options.short:
         path = RESULTS / "serve-tenants.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(path, result)
     sys.exit(not result["good"])
 
 

@@ -11,7 +11,7 @@ from onestem.cli.app import app
 from onestem.errors import ConfigError, OnestemError
 from onestem_lab.papers.page import PAGE, RESULTS, page, results
 from onestem_lab.papers.registry import EXPERIMENTS, NAMES, find
-from onestem_lab.papers.run import COMMIT, commit_of
+from onestem_lab.results import COMMIT, commit_of
 
 
 def run(*arguments: str) -> str:

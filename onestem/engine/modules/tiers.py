@@ -212,6 +212,12 @@ class ModuleTiers:
 
     # ----------------------------------------------------------------------------- out
 
+    def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
+        """`save` those of a step's chunks that are complete with it."""
+        for run in modules:
+            if run is not None and run.complete:
+                self.save(run)
+
     def save(self, run: ModuleRun) -> None:
         """Keep a newly computed module."""
         name = _name(run)

@@ -75,6 +75,10 @@ class Sampler:
         self._settings: dict[int, tuple[ref[SamplingParams], SamplingSettings]] = {}
         self._prompts: WeakValueDictionary[int, NDArray[np.int64]] = WeakValueDictionary()
 
+    def tell_ranks(self) -> None:
+        """Give log-probabilities as `RankedLogprobs` from now on."""
+        self.tells_ranks = True
+
     def warm_up(self) -> None:
         """Sample in every way, so that no request waits until a GPU's kernels are compiled."""
         kinds: list[dict[str, Any]] = [
@@ -268,7 +272,7 @@ class Sampler:
             blocks: logits float32 `[n_i, vocab]`, of which one is there at a time.
             rows: int64 `[m]`, ascending, and `tokens`: row `rows[i]` of all blocks scores
                 `tokens[i]`.
-            most: how many of the most probable ones, with ranks if they are told; None: one.
+            most: how many of the most probable ones, with ranks if they are asked for; None: one.
         """
         parts, first_row, at = [], 0, 0
         for logits in blocks:

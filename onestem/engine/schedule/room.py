@@ -1,165 +1,273 @@
-"""Whether KV memory has room for a sequence: what those that run will still take of it."""
+"""KV memory for sequences: who is admitted, and who gives up memory for others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator
 
-import numpy as np
-
-from onestem.cache import PrefixCache
+from onestem.cache import PrefixCache, Run
+from onestem.engine.schedule.answers import AnswerMemory
+from onestem.engine.schedule.draft import StepDraft
+from onestem.engine.schedule.lane import Lane
+from onestem.engine.schedule.pins import PinnedPrefixes
+from onestem.engine.schedule.reserved import ReservedPages
+from onestem.engine.schedule.reuse import explain
+from onestem.engine.schedule.waiting import WaitingLine
 from onestem.engine.sequence import Sequence
 
-__all__ = ["ReservedPages"]
+__all__ = ["Room"]
 
 
-class _Need(NamedTuple):
-    """What a sequence will take, with those that fork from it.
-
-    Attributes:
-        left: tokens that each will store until its end; -1: not known.
-        now: pages for tokens that it has and that are not computed.
-        rows: sequences that will decode.
-        spare: slots that are free in the last page that it writes.
-        freed: pages that it alone holds, and leaves at its end.
-        soon: pages for `now` and the next decodes.
-    """
-
-    left: int
-    now: int
-    rows: int
-    spare: int
-    freed: int
-    soon: int
-
-
-class ReservedPages:
-    """Pages that running sequences will take, by the last count, and those admitted since.
-
-    A sequence whose length is not known has room for some tokens more, and is supposed to stay.
-    Where it is known (`Sequence.known_left`), its pages are reserved up to its end, and free after
-    it. So most is needed at one of the ends: sequences that end later have grown until then, and
-    those that ended before have left.
-
-    Fewer sequences then run at once, in more steps, and none is preempted and computed again. A
-    step more costs as much as `free_rows` rows, since all weights are read for one row as for many.
-    A preemption costs more, the more tokens of its own a prompt has. So where memory holds less
-    than `free_rows * left / (left + 3 / 4 * own)` such sequences, they are admitted as if nothing
-    were known (on an H100 both took the same for 124 with 391 own tokens and answers of 512).
+class Room:
+    """Who has memory. What is short is taken from the newest sequence, jobs first.
 
     Args:
-        cache: the runs.
-        lookahead_tokens: decodes that sequences of unknown length have room for.
-        free_rows: rows that take as long as reading the weights.
+        lanes: of running sequences; the last gives up its memory first.
+        waiting: where preempted sequences go.
+        max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
+
+    Attributes:
+        alone: the oldest sequence, while it runs by itself since nothing else let it go on.
+        num_preempted: how often a sequence has lost its memory.
+        reserved: pages that running sequences will take.
     """
 
-    def __init__(self, cache: PrefixCache, lookahead_tokens: int, free_rows: int) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        lanes: tuple[Lane, ...],
+        waiting: WaitingLine,
+        pins: PinnedPrefixes,
+        answers: AnswerMemory,
+        reserved: ReservedPages,
+        *,
+        max_num_seqs: int | None,
+    ) -> None:
+        self.alone: Sequence | None = None
+        self.num_preempted = 0
         self._cache = cache
-        self._lookahead_tokens = lookahead_tokens
-        self._free_rows = free_rows
-        self.count(())
+        self._lanes = lanes
+        self._waiting = waiting
+        self._pins = pins
+        self._answers = answers
+        self.reserved = reserved
+        self._max_num_seqs = max_num_seqs
+        self._orders = itertools.count()
 
-    def count(self, running: Iterable[Sequence]) -> None:
-        """Count anew, for all running sequences."""
-        self._needs = {sequence: self._need(sequence) for sequence in running}
-        needs = self._needs.values()
-        self._soon = sum(need.soon for need in needs)
-        ending = sorted((need for need in needs if need.left >= 0), reverse=True)
-        self._ending = np.array(ending, np.int64).reshape(-1, len(_Need._fields))
+    @property
+    def num_running(self) -> int:
+        """Sequences that are admitted."""
+        return sum(len(lane.running) for lane in self._lanes)
 
-    def refresh(self, running: Iterable[Sequence]) -> None:
-        """`count`, sooner: a sequence of unknown length needs as much as at the last count from its
-        prompt's end until it comes near its own."""
-        if len(self._ending):
-            self.count(running)
-            return
-        for sequence in running:
-            need = self._needs.get(sequence)
-            is_same = need is not None and need.now == 0 and need.rows <= 1 and sequence.slot >= 0
-            if not is_same or sequence.num_left <= self._lookahead_tokens:
-                self.drop(sequence)
-                self.add(sequence)
+    def running(self) -> Iterator[Sequence]:
+        """Admitted sequences, the oldest of each lane first."""
+        return itertools.chain.from_iterable(lane.running for lane in self._lanes)
 
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence that is admitted."""
-        need = self._needs[sequence] = self._need(sequence)
-        self._soon += need.soon
-        if need.left >= 0:
-            self._ending = _with(self._ending, need)
+    @property
+    def _newest(self) -> Sequence:
+        return next(lane.running[-1] for lane in reversed(self._lanes) if lane.running)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Forget one that has ended, or is preempted: its pages are free."""
-        need = self._needs.pop(sequence, None)
-        if need is None:
-            return
-        self._soon -= need.soon
-        if need.left >= 0:
-            same = int(np.argmax((self._ending == need).all(axis=1)))
-            self._ending = np.delete(self._ending, same, axis=0)
+    def _lane_of(self, sequence: Sequence) -> Lane:
+        return self._lanes[sequence.is_job]
 
-    def have_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with its path attached fits beside what is reserved."""
-        need, free = self._need(sequence), self._cache.pool.num_available
-        soon = self._soon + need.soon
-        if soon > free or not self._goes_by_length(need):
-            return soon <= free
-        ending = _with(self._ending, need)
-        return soon - int(ending[:, _SOON].sum()) + self._peak(ending) <= free
-
-    def _goes_by_length(self, need: _Need) -> bool:
-        """Whether its length is known, and more steps cost less than preemptions."""
-        pool, left = self._cache.pool, need.left
-        if left <= 0:
+    def admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Give a sequence memory, if there is room beside what is reserved for those that run. Jobs
+        are preempted for interactive ones."""
+        if not self._has_place(draft, sequence):
             return False
-        own = need.freed * pool.page_size
-        held = pool.num_pages * pool.page_size / (left + own)
-        return held >= self._free_rows * left / (left + 0.75 * own)
+        draft.handling = sequence
+        ids, limit = sequence.ids().copy(), sequence.match_limit
+        sequence.run = self._cache.attach(ids, limit, sequence, sequence.stretches)
+        sequence.import_modules(self._cache)
+        sequence.forget_path()
+        while self.num_running and not self.reserved.have_room(sequence):
+            if sequence.is_job or not self._give_up_job(draft):
+                self._detach(sequence)
+                draft.handling = None
+                return False
+        if sequence.order < 0:
+            self._begin(sequence)
+        self._lane_of(sequence).add(sequence)
+        if draft.num_forks is not None:
+            draft.num_forks += sequence.num_forks
+        if sequence is not self.alone:
+            self._waiting.groups.admitted(sequence)
+        draft.handling = None
+        return True
 
-    def _peak(self, ending: np.ndarray) -> int:
-        """The most pages that sequences of known ends need at once; the last end comes first."""
-        if not len(ending):
-            return 0
-        size, left = self._cache.pool.page_size, ending[:, 0]
-        # At each end: what that sequence and those of later ends have.
-        now, rows, spare, kept = ending[:, 1:_SOON].cumsum(axis=0).T
-        grown = np.minimum(rows * -(-left // size), (rows * (left + size - 1) - spare) // size)
-        return int((now + grown + kept).max() - kept[-1])
+    def _has_place(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Whether a sequence, with those that fork from it, may run beside the others."""
+        while self._max_num_seqs is not None and self.num_running:
+            if draft.num_forks is None:
+                prompts = itertools.chain.from_iterable(lane.prompts for lane in self._lanes)
+                draft.num_forks = sum(prompt.num_forks for prompt in prompts)
+            coming = draft.num_forks + 1 + sequence.num_forks
+            if self.num_running + coming <= self._max_num_seqs:
+                break
+            if sequence.is_job or not self._give_up_newest_job(draft):
+                return False
+        return True
 
-    def _need(self, sequence: Sequence) -> _Need:
-        run, size = sequence.run, self._cache.pool.page_size
-        assert run is not None
-        now = 0 if sequence.slot >= 0 else self._uncomputed(sequence)
-        if sequence.score_only:
-            return _Need(-1, now, 0, 0, 0, now)
-        rows, left = 1 + sequence.num_forks, sequence.known_left
-        ahead = self._cache.pool.pages_for(min(self._lookahead_tokens, sequence.num_left))
-        soon = now + rows * ahead
-        if left is None:
-            return _Need(-1, now, rows, 0, 0, soon)
-        if rows > 1 or run.pins > 1:  # each writes a run of its own
-            return _Need(left, now, rows, 0, 0, soon)
-        place = run.offset + len(run.tokens) if sequence.slot < 0 else sequence.next_place
-        held = max(len(run.pages), -(-place // size))
-        # What its planned group shares stays, and so does a page that begins with tokens before it.
-        shared = max(0, sequence.state.request.group_prefix_tokens - run.start)
-        freed = held - self._cache.pool.pages_for(run.offset + shared)
-        return _Need(left, now, 1, held * size - place, freed, soon)
+    def _begin(self, sequence: Sequence) -> None:
+        """Note that a sequence is admitted for the first time."""
+        sequence.order = next(self._orders)
+        self._answers.take(sequence.state)
+        path = sequence.path(self._cache.tree.num_splits)
+        self._cache.note_use(path[-1], sequence)
+        for one in sequence.imports:
+            self._cache.modules.note_use(one.run, sequence)
+        prefix = self._pins.admitted(sequence, path)
+        if self._cache.enabled and sequence.state.reuse is None:
+            sequence.state.reuse = explain(sequence, path, prefix)
 
-    def _uncomputed(self, sequence: Sequence) -> int:
-        """Pages still to be allocated on its path, for runs that it is to compute itself."""
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Admit a sequence that goes on beside its parent (n > 1)."""
+        child.order = next(self._orders)
+        self._lane_of(parent).add(child, decodes=True)
+
+    def reserve_rows(self, draft: StepDraft, sequences: list[Sequence]) -> None:
+        """Reserve pages for the next token of each, at once where there are enough."""
         size = self._cache.pool.page_size
-        imported = sequence.modules.missing_pages() if sequence.modules is not None else 0
-        return imported + sum(
-            max(0, -(-(run.offset + len(run.tokens)) // size) - len(run.pages))
-            for run in sequence.path(self._cache.tree.num_splits)
-            if run.owner is sequence or run.owner is None
-        )
+        runs = [
+            run
+            for sequence in sequences
+            if (run := sequence.run) is not None and sequence.next_place >= size * len(run.pages)
+        ]
+        if self._cache.add_pages(runs):
+            return
+        for sequence in sorted(sequences, key=lambda one: (one.is_job, one.order)):
+            draft.handling = sequence
+            self._reserve_row(draft, sequence)
+        draft.handling = None
 
+    def _reserve_row(self, draft: StepDraft, sequence: Sequence) -> None:
+        """Reserve a page for its next token; the newest sequences make room, it itself last."""
+        prompts = self._lane_of(sequence).prompts
+        while not draft.waits and sequence.run is not None and sequence not in prompts:
+            run = sequence.run
+            if self._cache.reserve(run, sequence.num_launched + 1 - run.start):
+                break
+            newest = self._newest
+            if newest is not sequence:
+                self._give_up(draft, newest)
+            else:
+                self.make_progress(draft)
 
-_SOON = _Need._fields.index("soon")
+    def reserve(self, draft: StepDraft, sequence: Sequence, run: Run, tokens: int) -> bool:
+        """Reserve pages for a run's first tokens; newer sequences without rows make room."""
+        while not self._cache.reserve(run, tokens):
+            newest = self._newest
+            if newest is sequence or self._lane_of(newest).has_row(newest, draft):
+                return False
+            if not self._give_up(draft, newest):
+                return False
+        return True
 
+    def _give_up(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Preempt a sequence. False: the draft waits for what is in flight."""
+        draft.waits = not draft.may_preempt
+        if not draft.waits:
+            self.preempt(sequence)
+            draft.forget(sequence)
+        return not draft.waits
 
-def _with(ending: np.ndarray, need: _Need) -> np.ndarray:
-    """Needs by their ends, the last first, with another one."""
-    at = int(np.searchsorted(-ending[:, 0], -need.left))
-    return np.insert(ending, at, np.array(need, np.int64), axis=0)
+    def _give_up_job(self, draft: StepDraft) -> bool:
+        """Take memory from jobs: the newest's, then what their groups keep."""
+        if self._give_up_newest_job(draft):
+            return True
+        return not draft.waits and self._waiting.groups.release_jobs()
+
+    def _give_up_newest_job(self, draft: StepDraft) -> bool:
+        """Preempt the newest job, unless it has a chunk in this step."""
+        newest = self._newest
+        if not newest.is_job or draft.has_chunk(newest):
+            return False
+        self.alone = None
+        return self._give_up(draft, newest)
+
+    def make_progress(self, draft: StepDraft) -> bool:
+        """Free memory, newest first, where something runs and nothing could be scheduled."""
+        if not self.num_running or draft.only is not None:
+            return False
+        if not draft.may_preempt:
+            draft.waits = True
+            return False
+        if self._waiting.groups.num_pinned:
+            self._waiting.groups.release_all()
+            return True
+        last = self._newest
+        # Runs of its path that nothing else keeps (pinned prefixes are kept).
+        own = sum(run.pins == 1 for run in last.path(self._cache.tree.num_splits))
+        if self.num_running > 1 or last is not self.alone or own > last.num_stretches:
+            self._give_up(draft, last)
+            if not self.num_running:
+                # The oldest alone, in an empty cache and undisturbed, fits: its path is one run (of
+                # each stretch).
+                self.alone = next(iter(self._waiting))
+                self.alone.stand_alone()
+                self._cache.clear()
+            return True
+        if not self._pins.let_go():
+            # It has KV memory for itself and cannot go on; others may.
+            pool = self._cache.pool
+            reason = (
+                f"a sequence of {len(last.tokens)} tokens does not fit in KV memory of "
+                f"{pool.num_pages} pages of {pool.page_size}"
+            )
+            self.end(draft, last, reason)
+        return True
+
+    def end(self, draft: StepDraft, sequence: Sequence, reason: str) -> None:
+        """End a sequence for lack of memory."""
+        self.finish(sequence)
+        draft.forget(sequence)
+        draft.edits.unfit.append((sequence, reason))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's memory; its sampled tokens stay, and it is computed again."""
+        self._release(sequence)
+        self.num_preempted += 1
+        sequence.state.metrics.num_preempted += 1
+        self._answers.keep(sequence.state)
+        self._waiting.put(sequence)
+
+    def preempt_all(self) -> None:
+        """Take the memory of all running sequences, and of planned groups. Nothing may be in
+        flight, and no step being decided."""
+        self.alone = None
+        self._waiting.forget_short()
+        for sequence in list(self.running()):
+            self.preempt(sequence)
+        self._waiting.groups.release_all()
+        self.reserved.expire()
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release the runs of a sequence that has ended (those that others may find stay)."""
+        self._waiting.forget_short()
+        if sequence is self.alone:
+            self.alone = None
+        if sequence.run is not None:
+            self._release(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._waiting.groups.finished(sequence.state)
+        if sequence.state.finished:
+            self._answers.release(sequence.state)
+        else:
+            self._answers.keep(sequence.state)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._detach(sequence)
+        self._lane_of(sequence).remove(sequence)
+        self.reserved.drop(sequence)
+
+    def _detach(self, sequence: Sequence) -> None:
+        sequence.leave_slot()
+        assert sequence.run is not None
+        self._cache.disown(sequence.run, sequence)
+        self._cache.unpin(sequence.run)
+        sequence.run = None
+        sequence.forget_path()
+        if sequence.modules is not None:
+            sequence.modules.release()
+            sequence.modules = None

@@ -8,7 +8,10 @@ enough, and shrinks fast when they are not (as TCP fits its window to a line).
 
 from __future__ import annotations
 
-__all__ = ["JobShare", "StepBudget"]
+import time
+from collections.abc import Callable
+
+__all__ = ["CheckPace", "JobShare", "StepLimits"]
 
 
 SLOWDOWN = 1.15  # of a step, so that the 99th percentile stays below 1.25
@@ -59,29 +62,30 @@ class JobShare:
             self.limit = min(self._most, self.limit + max(1, self.limit // 4))
 
 
-class StepBudget:
-    """Rows of prompts in a step, so that it takes about a given time.
+class StepLimits:
+    """What a step may have, so that it takes about a given time.
 
     Args:
-        most: maximum rows of a step, decodes included; half of them are for prompts, however many
-            decodes there are. So full steps have one number of rows, for which libraries have
+        step_tokens: maximum rows of a step, decodes included; half of them are for prompts, however
+            many decodes there are. So full steps have one number of rows, for which libraries have
             chosen their kernels before.
-        seconds: what a step may take; None: no limit but `most`.
+        step_seconds: what a step may take, by the measured time of a prompt's row; None: no limit
+            but `step_tokens`. It may be changed between steps.
     """
 
-    def __init__(self, *, most: int, seconds: float | None = None) -> None:
-        self.most = most
-        self.seconds = seconds
+    def __init__(self, *, step_tokens: int, step_seconds: float | None = None) -> None:
+        self.step_tokens = step_tokens
+        self.step_seconds = step_seconds
         self._row: float | None = None  # seconds of a prompt's row
 
     def rows(self, decodes: int = 0) -> int:
         """Rows of prompts that the next step may have beside `decodes` decodes."""
-        most = max(self.most - decodes, (self.most + 1) // 2)
-        if self.seconds is None:
+        most = max(self.step_tokens - decodes, (self.step_tokens + 1) // 2)
+        if self.step_seconds is None:
             return most
         if self._row is None:
             return min(most, FIRST_ROWS)
-        return min(most, max(FEWEST_ROWS, int(self.seconds / self._row)))
+        return min(most, max(FEWEST_ROWS, int(self.step_seconds / self._row)))
 
     def note(self, prompt_rows: int, seconds: float) -> None:
         """Note that a step with `prompt_rows` rows of prompts took `seconds`."""
@@ -95,8 +99,26 @@ class StepBudget:
         self._row = None
 
 
+CHECK_SHARE = 0.001  # of the time may go into checks
 FIRST_ROWS = 64  # where nothing is known of a row's time yet
 FEWEST_ROWS = 16  # below it a step is not shorter: weights are read whole
+
+
+class CheckPace:
+    """Checks now and then: recounting many runs takes long, and a request may come any moment."""
+
+    def __init__(self) -> None:
+        self._step = 0  # of the last check
+        self._next = 0.0  # the time of the next one
+
+    def call(self, check: Callable[[], object], step: int) -> None:
+        """Check, if there were steps since the last time and that is not too short ago."""
+        started = time.monotonic()
+        if self._step != step and started >= self._next:
+            self._step = step
+            check()
+            ended = time.monotonic()
+            self._next = ended + (ended - started) / CHECK_SHARE
 
 
 def _mean(old: float, new: float) -> float:

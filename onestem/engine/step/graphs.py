@@ -177,7 +177,8 @@ class GraphRunner(Runner):
             for workspace in self._workspaces.values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(change.runs, change.page_index)
-                workspace.advance(change.spans, words, change.pages)
+                # Run and span i are row i's own, and each row is sampled from.
+                workspace.advance(inputs.logit_rows, words, change.pages)
         return self._shape(rows)
 
     def _shape(self, rows: int) -> _Shape:

@@ -16,6 +16,7 @@ from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
 from onestem.engine.step.slots import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
+from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
 
 __all__ = ["Change", "DecodeLayout", "Rows", "StepInputs", "join_prompts"]
 
@@ -28,8 +29,7 @@ class Rows(Columns):
 
     Attributes:
         slot, generation: of the sequence.
-        page_start: where the page list of its own run begins in the plan.
-        held: how many pages it has room for.
+        held: how many pages the plan's list of its own run has room for.
         offset, base: slot and index in the sequence of that run's first token, as they were when it
             was put into the plan; they hold also when the run is split.
         length: tokens of that run whose rows were launched.
@@ -37,10 +37,9 @@ class Rows(Columns):
     Run and span i of the plan are row i's own.
     """
 
-    NAMES = ("slot", "generation", "page_start", "held", "offset", "base", "length")
+    NAMES = ("slot", "generation", "held", "offset", "base", "length")
     slot: np.ndarray
     generation: np.ndarray
-    page_start: np.ndarray
     held: np.ndarray
     offset: np.ndarray
     base: np.ndarray
@@ -72,18 +71,30 @@ class StepInputs:
     scores: list[ScoreSpan]
     shared_read_tokens: int
 
+    def advance(self, change: Change) -> None:
+        """Make the inputs of decodes those of the next step, in place: each row goes one token
+        further, and so do its own run and span."""
+        plan, count = next(iter(self.plans.values())), len(self.positions)  # plans share arrays
+        self.positions[:] += 1
+        self.slots[:] += 1
+        plan.row_position[:] += 1
+        plan.runs[:count, RUN_LEN] += 1
+        plan.spans[:count, END] += 1
+        if len(change.runs):
+            self.slots[change.runs] = change.pages * plan.page_size
+            at = plan.runs[change.runs, RUN_PAGES] + change.page_index
+            plan.run_pages[at] = change.pages
+
 
 @dataclass(frozen=True, eq=False)
 class Change:
     """How a step of decodes differs from the one before it, where only lengths have changed.
 
     Attributes:
-        spans: int64 `[n]`, the spans that grew by one token.
-        runs, page_index, pages: int64 `[m]`: page `pages[i]` was put at `page_index[i]` of run
-            `runs[i]`.
+        runs, page_index, pages: int64 `[m]`: the new token of row `runs[i]` is the first one in
+            page `pages[i]`, which was put at `page_index[i]` of the row's own run.
     """
 
-    spans: np.ndarray
     runs: np.ndarray
     page_index: np.ndarray
     pages: np.ndarray
@@ -143,7 +154,6 @@ class DecodeLayout:
         rows, builder = Rows(len(sequences)), self._builder
         runs = [sequence.run for sequence in sequences if sequence.run is not None]
         rows.held[:] = [len(run.pages) + SLACK_PAGES for run in runs]
-        rows.page_start[:] = builder.num_page_ids + np.cumsum(rows.held) - rows.held
         rows.offset[:] = [run.offset for run in runs]
         rows.base[:] = [run.start for run in runs]
         builder.add_runs(

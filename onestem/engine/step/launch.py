@@ -59,6 +59,7 @@ class Launcher:
 
     Attributes:
         runner: of the model.
+        sampler: of their samples.
         flights: steps that are not committed, the oldest first.
         began: when the last one was launched, in seconds.
     """
@@ -66,7 +67,7 @@ class Launcher:
     def __init__(self, runner: StepRunner, sampler: Sampler) -> None:
         self.runner = runner
         self.flights: list[Flight] = []
-        self._sampler = sampler
+        self.sampler = sampler
         self._steps: list[Step] = []  # how rows sample, while they stay the same: of each block
         self._is_watched = True  # whether some are looked at as they come
         self.began = 0.0
@@ -132,7 +133,7 @@ class Launcher:
             if len(parts) == len(self._steps):
                 rows = order.sampled[first : first + len(logits)]
                 self._steps.append(self._step(order, rows, [row - first for row in masked]))
-            parts.append(self._sampler.launch(logits, self._steps[len(parts)]))
+            parts.append(self.sampler.launch(logits, self._steps[len(parts)]))
             first += len(logits)
             del logits  # before the next block is made
         if masked:
@@ -146,7 +147,7 @@ class Launcher:
         return Step(
             records,
             lambda i: order.slots.sampling_row(listed[i]),
-            self._sampler,
+            self.sampler,
             masked=[row for row in masked if 0 <= row < len(listed)],
         )
 
@@ -161,7 +162,7 @@ class Launcher:
         if not scores:
             return None
         wanted = [one.sequence.scoring.num_alternatives for one in scores if one.sequence.scoring]
-        return self._sampler.logprobs(
+        return self.sampler.logprobs(
             logits.scored,
             np.concatenate([one.at for one in scores]),
             np.concatenate([one.targets for one in scores]),

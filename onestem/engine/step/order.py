@@ -196,22 +196,16 @@ class Order:
 
     def _advance(self) -> Change:
         """Advance every row by one token."""
-        rows, inputs, plan, count = self.rows, self._decodes, self._plan, len(self.rows)
-        fresh, size = self._fresh(), self._cache.pool.page_size
-        inputs.slots[:] += 1
+        rows, fresh = self.rows, self._fresh()
         pages = index = fresh
         if len(fresh):
-            place = (rows.offset + rows.length)[fresh]
-            index, pages = place // size, np.array(self._next_pages(fresh), np.int64)
-            plan.run_pages[rows.page_start[fresh] + index] = pages
-            inputs.slots[fresh] = pages * size + place - index * size
+            index = (rows.offset + rows.length)[fresh] // self._cache.pool.page_size
+            pages = np.array(self._next_pages(fresh), np.int64)
+        change = Change(fresh, index, pages)
+        self._decodes.advance(change)
         rows.length += 1
-        plan.runs[:count, RUN_LEN] = rows.length
-        plan.spans[:count, END] = rows.length
-        inputs.positions[:] += 1
-        plan.row_position[:] += 1
         self.slots.computed[rows.slot] += 1
-        return Change(self._own, fresh, index, pages)
+        return change
 
     def _next_pages(self, rows: np.ndarray) -> list[int]:
         """The page of each row's next token, which the scheduler has reserved. After a failed step
@@ -294,7 +288,6 @@ class Order:
         more = layout.plan(np.zeros(count, np.int64))
         # Own runs and spans stand first, in the order of rows.
         words, shared = len(plan.run_pages), plan.num_runs - before
-        rows.page_start += words
         more.runs[:, RUN_PAGES] += words
         more.spans[:, ROW] += at
         more.spans[count:, RUN] += before + shared
@@ -367,18 +360,19 @@ class Order:
         plans = {window: windowed(plan, window) for window in set(self._windows)}
         positions, slots = self._last_rows()
         plan.row_position[:] = positions
+        plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = self.rows.length
         zeros = np.zeros(count, np.int64)
         self._decodes = StepInputs(
             zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], 0
         )
-        self._own = np.arange(count)
         self._shared_tokens = self._count_shared()
 
     def _last_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 `[num_rows]`: positions and slots of the rows that were launched last."""
         rows, plan, size = self.rows, self._plan, self._cache.pool.page_size
         place = np.maximum(rows.offset + rows.length - 1, 0)
-        pages = plan.run_pages[rows.page_start + place // size].astype(np.int64)
+        starts = plan.runs[: len(rows), RUN_PAGES]
+        pages = plan.run_pages[starts + place // size].astype(np.int64)
         positions = plan.runs[: len(rows), RUN_POSITION].astype(np.int64) + rows.length - 1
         return positions, pages * size + place % size
 

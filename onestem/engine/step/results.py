@@ -37,7 +37,7 @@ class Results:
 
     Attributes:
         touched: requests that had news, in order; the reader empties it.
-        ended: those whose last sequence has ended; the reader empties it.
+        ended: those whose last sequence has ended; see `take_ended`.
     """
 
     def __init__(
@@ -65,8 +65,6 @@ class Results:
             metrics.first_scheduled_time = metrics.first_scheduled_time or now
             metrics.num_computed_tokens += rows
             self._stats.processed_prompt_tokens += rows
-
-    # ----------------------------------------------------------------------------- a step
 
     def commit(self, flight: Flight) -> None:
         """Take what a step has scored and sampled; wait for it, if it is not there yet."""
@@ -221,6 +219,18 @@ class Results:
         sequence.text += detokenizer.append(token, check_stop=may_stop)
         sequence.stop_reason = detokenizer.stop_reason
         return detokenizer.stop_reason is not None
+
+    def take_ended(self) -> list[RequestState]:
+        """Requests whose last sequence has ended since the last time."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end_unsampled(self) -> None:
+        """End sequences that cannot be sampled."""
+        broken, self._slots.broken = self._slots.broken, []
+        for sequence, error in broken:
+            if sequence.finish_reason is None:
+                self.end_broken(sequence, error)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence: complete its text and release its runs."""

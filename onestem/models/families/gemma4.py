@@ -1,7 +1,7 @@
 """The text part of Gemma 4: as Gemma 3, with heads of two sizes.
 
 Layers that see all use keys as values (26B-A4B, 31B). Each layer has vectors of tokens, and layers
-share keys and values (E2B, E4B). Experts stand beside the MLP (26B-A4B).
+share keys and values (E2B, E4B). Experts are beside the MLP (26B-A4B).
 """
 
 from __future__ import annotations

@@ -134,10 +134,11 @@ def _quantised_experts(
 ) -> Iterator[tuple[int, str]]:
     """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
     names = tensors.config.tensor_names
-    for layer, whole in tensors.of_experts():
-        if whole.role is Role.EXPERTS_UP:
+    for layer, specs in enumerate(tensors.layers):
+        if Role.EXPERTS_UP in specs:
             module = (names.layer.format(layer) + names[Role.EXPERT_GATE]).partition(".{}")[0]
-            if whole.scales is not None or any(one.startswith(f"{module}.") for one in schemes):
+            scales = specs[Role.EXPERTS_UP].scales
+            if scales is not None or any(one.startswith(f"{module}.") for one in schemes):
                 yield layer, module
 
 
@@ -149,9 +150,9 @@ def _read_experts(
     model: _Model, layer: int, target: Target
 ) -> tuple[ExpertWeights, ExpertProducts]:
     """Weights of a layer's experts as they are held, and their products."""
-    builder = Builder(*model, target)
-    weights = builder.expert_weights(layer)
-    return weights, builder.products(layer, *weights)
+    builder, specs = Builder(*model, target), model[0].layers[layer]
+    weights = builder.expert_weights(specs)
+    return weights, builder.products(specs, *weights)
 
 
 def _of_experts(

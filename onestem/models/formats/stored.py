@@ -157,7 +157,7 @@ def stored_weight(scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None
     Args:
         cut: the part of the weight `[out, size]` that is wanted: spans of rows, or one of columns.
             Only its words of codes are read; scales and zero points, which are few, are read whole.
-            A cut through groups makes smaller groups. Where the columns of a group stand apart
+            A cut through groups makes smaller groups. Where the columns of a group are apart
             ("act-order"), these are also filled up.
     The tensors must be those of `stored_tensors`, with no `wrong_values`.
     """

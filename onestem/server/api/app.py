@@ -1,48 +1,28 @@
-"""Routes: each reads a request, calls one function, and answers."""
+"""The application: routes, and what answers where they fail."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onestem import __version__
 from onestem.batch.workplace import is_full
 from onestem.beside_vllm import ROUTES, way_out
-from onestem.checked import show
 from onestem.errors import OnestemError
-from onestem.openai.schema import (
-    BatchBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    PrefixBody,
-    SchemaBody,
-    ScoreBody,
-    TokenizeBody,
-    UploadBody,
-)
-from onestem.server.api.completions import answer, read_noted
-from onestem.server.api.completions import detokenize as detokenize_body
-from onestem.server.api.completions import tokenize as tokenize_body
+from onestem.server.api.bodies import Bodies
+from onestem.server.api.callers import service_of
 from onestem.server.api.control import control_routes
-from onestem.server.api.http import (
-    Contained,
-    Download,
-    ForeignCalls,
-    check_media_type,
-    hosts_of,
-    uploaded,
-)
-from onestem.server.api.openapi import ERRORS, answers, body_of, document, json_body
+from onestem.server.api.foreign import ForeignCalls, hosts_of
+from onestem.server.api.openapi import document
+from onestem.server.api.prepare import Reader
+from onestem.server.api.routes import api, known_query, open_routes, tokens
 from onestem.server.errors import (
     BUG,
     ApiError,
@@ -52,320 +32,69 @@ from onestem.server.errors import (
     field_of,
 )
 from onestem.server.logs import log
-from onestem.server.objects import files
-from onestem.server.objects.tenants import Tenant
-from onestem.server.page.routes import page_routes
 from onestem.server.service import Service
 
-__all__ = ["make_app"]
+__all__ = ["Contained", "make_app"]
 
 Json = dict[str, Any]
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-# Coroutines, though they wait for nothing: FastAPI calls functions in a thread.
-async def _the_service(request: Request) -> Service:
-    return _service(request)
-
-
-async def _the_tenant(request: Request) -> Tenant:
-    return _service(request).keys.tenant(request.headers.get("authorization"))
-
-
-Serves = Annotated[Service, Depends(_the_service)]
-Asks = Annotated[Tenant, Depends(_the_tenant)]
-Limit = Annotated[int, Query(ge=1, le=10000)]
-UPLOAD_BYTES = 2 << 20  # memory of an upload; the rest of its file is on the disk already
-COMPLETIONS = answers("application/json", "text/event-stream")
-Order = Literal["asc", "desc"]
-
-
-def _is_list(annotation: Any) -> bool:
-    return any(get_origin(one) is list for one in (annotation, *get_args(annotation)))
-
-
-async def _known_query(request: Request, tenant: Asks) -> None:
-    """Refuse query parameters that the route does not read: they would be ignored."""
-    route = request.scope["route"]
-    known = {field.alias: field.field_info.annotation for field in route.dependant.query_params}
-    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if name not in known:
-            there = f"there is {', '.join(sorted(known))}" if known else "there is none"
-            raise ApiError(400, f"unknown query parameter: {show(name)}, {there}", param=name)
-        if count > 1 and not _is_list(known[name]):
-            raise ApiError(400, f"{name} stands {count} times in the query", param=name)
-
-
-api = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(_known_query)])
-tokens = APIRouter(responses=ERRORS, dependencies=[Depends(_known_query)])
-open_routes = APIRouter(responses=ERRORS)
-
-
-async def _json(request: Request, service: Service, tenant: Tenant) -> Json:
-    check_media_type(request, "application/json")
-    async with service.bodies.read(request, tenant.name) as raw:
-        return await service.parsed(raw, partial(read_noted, request))
-
-
-# ----------------------------------------------------------------------------- completions
-
-
-@api.post("/chat/completions", openapi_extra=json_body(ChatBody), responses=COMPLETIONS)
-async def chat_completions(request: Request, service: Serves, tenant: Asks) -> Response:
-    """Answer a conversation."""
-    return await answer(service, "chat", request, tenant)
-
-
-@api.post("/completions", openapi_extra=json_body(CompletionBody), responses=COMPLETIONS)
-async def completions(request: Request, service: Serves, tenant: Asks) -> Response:
-    """Continue one prompt or several."""
-    return await answer(service, "completion", request, tenant)
-
-
-@api.post("/score", openapi_extra=json_body(ScoreBody))
-async def score(request: Request, service: Serves, tenant: Asks) -> Response:
-    """How probable given texts are: completions of prompts, or whole texts."""
-    return await answer(service, "score", request, tenant)
-
-
-@api.get("/models")
-async def list_models(service: Serves, tenant: Asks) -> Json:
-    """The served model, under each of its names."""
-    return {
-        "object": "list",
-        "data": [_model(service, name) for name in service.settings.names],
-    }
-
-
-@api.get("/models/{name:path}")
-async def get_model(name: str, service: Serves, tenant: Asks) -> Json:
-    """The served model."""
-    service.check_model(name)
-    return _model(service, name)
-
-
-def _model(service: Service, name: str) -> Json:
-    facts = service.client.facts
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "onestem",
-        "max_model_len": facts.max_model_len if facts is not None else None,
-    }
-
-
-# ----------------------------------------------------------------------------- prefixes, schemas
-
-
-@api.get("/prefixes")
-async def list_prefixes(service: Serves, tenant: Asks) -> Json:
-    """The key's prefixes and the operator's."""
-    await service.snapshots.get()
-    visible = service.prefixes.visible(tenant)
-    return {"object": "list", "data": [prefix.describe() for prefix in visible]}
-
-
-@api.get("/prefixes/{name}")
-async def get_prefix(name: str, service: Serves, tenant: Asks) -> Json:
-    """A prefix."""
-    await service.snapshots.get()
-    return service.prefixes.find(tenant, name).describe()
-
-
-@api.put("/prefixes/{name}", openapi_extra=json_body(PrefixBody))
-async def put_prefix(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
-    """Make a prefix, or its next version; answered when it is computed."""
-    prefix = await service.prefixes.put(tenant, name, await _json(request, service, tenant))
-    return prefix.describe()
-
-
-@api.delete("/prefixes/{name}")
-async def delete_prefix(name: str, service: Serves, tenant: Asks) -> Json:
-    """Delete a prefix."""
-    await service.prefixes.delete(tenant, name)
-    return {"name": name, "object": "prefix", "deleted": True}
-
-
-@api.get("/schemas")
-async def list_schemas(service: Serves, tenant: Asks) -> Json:
-    """The key's PML schemas and the operator's."""
-    visible = service.schemas.visible(tenant)
-    return {"object": "list", "data": [schema.describe() for schema in visible]}
-
-
-@api.get("/schemas/{name}")
-async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
-    """A PML schema with its markup."""
-    schema = service.schemas.find(tenant, name)
-    return {**schema.describe(), "pml": schema.markup}
-
-
-@api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
-async def put_schema(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
-    """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
-    return await service.schemas.put(tenant, name, await _json(request, service, tenant))
-
-
-@api.delete("/schemas/{name}")
-async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
-    """Delete a PML schema."""
-    await service.schemas.delete(tenant, name)
-    return {"name": name, "object": "schema", "deleted": True}
-
-
-# ----------------------------------------------------------------------------- files, batches
-
-
-@api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
-async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
-    """Store a file of batch lines."""
-    settings = service.settings
-    async with (
-        service.bodies.room(tenant.name, UPLOAD_BYTES),
-        uploaded(request, settings.max_file_bytes) as file,
-    ):
-        name, most = file.filename or "upload.jsonl", settings.max_key_files_bytes
-        row = await files.keep(service.store, tenant, name, file.file, most)
-    return files.describe(row)
-
-
-@api.get("/files")
-async def list_files(
-    service: Serves,
-    tenant: Asks,
-    purpose: str | None = None,
-    order: Order = "desc",
-    limit: Limit = 10000,
-    after: str | None = None,
-) -> Json:
-    """The key's files, all or of one purpose, newest first unless `order` is asc."""
-    rows = await asyncio.to_thread(service.store.list_files, tenant.name)
-    rows = [row for row in rows if purpose in (None, row["purpose"])]
-    rows = rows if order == "desc" else rows[::-1]
-    return files.page_of([files.describe(row) for row in rows], limit, after)
-
-
-@api.get("/files/{file_id}")
-async def get_file(file_id: str, service: Serves, tenant: Asks) -> Json:
-    """A file's name and size."""
-    return files.describe(await files.find_file(service.store, tenant, file_id))
-
-
-@api.get("/files/{file_id}/content", responses=answers("application/octet-stream"))
-async def get_content(file_id: str, service: Serves, tenant: Asks) -> Response:
-    """A file's bytes."""
-    row = await files.find_file(service.store, tenant, file_id)
-    return Download(
-        service.store.files / row["id"],
-        media_type="application/octet-stream",
-        filename=row["filename"],
-    )
-
-
-@api.delete("/files/{file_id}")
-async def delete_file(file_id: str, service: Serves, tenant: Asks) -> Json:
-    """Remove a file; one that a batch still reads is kept."""
-    await files.find_file(service.store, tenant, file_id)
-    await service.jobs.check_unused(file_id)
-    await asyncio.to_thread(service.store.delete_file, tenant.name, file_id)
-    return {"id": file_id, "object": "file", "deleted": True}
-
-
-@api.post("/batches", openapi_extra=json_body(BatchBody))
-async def create_batch(request: Request, service: Serves, tenant: Asks) -> Json:
-    """Start a job on an uploaded file."""
-    return await service.jobs.create(tenant, await _json(request, service, tenant))
-
-
-@api.get("/batches")
-async def list_batches(
-    service: Serves, tenant: Asks, limit: Limit = 20, after: str | None = None
-) -> Json:
-    """The key's batches, newest first."""
-    rows = await asyncio.to_thread(service.store.list_batches, tenant.name)
-    return files.page_of(rows, limit, after)
-
-
-@api.get("/batches/{batch_id}")
-async def get_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
-    """A batch and its progress."""
-    return await service.jobs.find(tenant, batch_id)
-
-
-@api.post("/batches/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
-    """End a batch; its finished answers stay."""
-    return await service.jobs.cancel(tenant, batch_id)
-
-
-# ----------------------------------------------------------------------------- tokens
-
-
-@tokens.post("/tokenize", openapi_extra=json_body(TokenizeBody))
-async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
-    """Token ids of a text or of a conversation."""
-    body = await _json(request, service, tenant)
-    service.client.supervisor.check_up()
-    return await service.in_thread(tokenize_body, service, body)
-
-
-@tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
-async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
-    """The text of token ids."""
-    body = await _json(request, service, tenant)
-    service.client.supervisor.check_up()
-    return await service.in_thread(detokenize_body, service, body)
-
-
-# ----------------------------------------------------------------------------- health, metrics
-
-
-@open_routes.get("/health")
-async def health(service: Serves) -> Response:
-    """200 while requests are taken, 503 while not."""
-    state = "stopping" if service.stopping.is_set() else service.client.supervisor.state
-    status = 200 if state == "running" else 503
-    return JSONResponse({"status": "ok" if status == 200 else state}, status)
-
-
-@open_routes.get("/version")
-async def version() -> Json:
-    """The server's version."""
-    return {"version": __version__}
-
-
-@open_routes.get("/metrics", responses=answers("text/plain"))
-async def metrics(request: Request, service: Serves) -> Response:
-    """Counts and times in Prometheus' text format."""
-    service.keys.operator(request.headers.get("authorization"))
-    snapshot = await service.snapshots.get()
-    text = service.metrics.text(snapshot.get("pages", {}))
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-# ----------------------------------------------------------------------------- the whole
+class Contained:
+    """Middleware that answers where a call fails by what no handler knows, be it a panic of a Rust
+    library, which is no `Exception`. (Handlers of `Exception` see no panics, and after them the
+    connection is closed.) Cancellations, by which a server that stops ends calls, pass after their
+    answer, and what ends the process passes.
+
+    Args:
+        answer: makes the answer.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[Request, BaseException], Response]) -> None:
+        self._app, self._answer = app, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            await self._answer(Request(scope, receive), error)(scope, receive, send)
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
 
 def make_app(service: Service) -> FastAPI:
     """The application of a service, which must have started before requests come."""
+    settings = service.settings
     app = FastAPI(title="Onestem", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    app.state.reader = Reader(
+        bodies=Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
+        model=service.model,
+        client=service.client,
+        prefixes=service.prefixes,
+        schemas=service.schemas,
+        timeout=settings.timeout,
+    )
     app.add_middleware(
         ForeignCalls,
-        hosts=hosts_of(service.settings.host, service.settings.allowed_hosts),
+        hosts=hosts_of(settings.host, settings.allowed_hosts),
         refuse=_errored,
     )
     app.add_middleware(Contained, answer=_on_bug)
     app.include_router(api)
     app.include_router(tokens)
     app.include_router(open_routes)
-    app.include_router(control_routes, dependencies=[Depends(_known_query)])
-    app.include_router(page_routes)
+    app.include_router(control_routes, dependencies=[Depends(known_query)])
     made: list[Json] = []
 
     def openapi() -> Json:
@@ -418,8 +147,7 @@ def _errored(request: Request, error: ApiError) -> Response:
     fields = getattr(request.state, "fields", None)
     if fields is not None:
         error.param = field_of(error.param, fields)
-    service = _service(request)
-    service.metrics.note_error(error.status)
+    service_of(request).records.metrics.note_error(error.status)
     name = f"req-{secrets.token_hex(12)}"
     log.info(
         "refused",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from onestem.server.api.http import BODY_SECONDS, declared_length, read_limited
+from onestem.server.api.limits import BODY_SECONDS, declared_length, read_limited
 from onestem.server.errors import ApiError
 
 __all__ = ["Bodies"]

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 from onestem.openai.read import Echo
 from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
-from onestem.request import Request, RequestMetrics, Rerendered
+from onestem.request import Request, Rerendered
 from onestem.scores import ScoreTask
 from onestem.server.errors import TOO_LATE, ApiError, too_late
 from onestem.server.link.chunk_size import ChunkSize
@@ -21,10 +20,9 @@ from onestem.server.link.client import EngineClient
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from onestem.server.objects.tenants import Tenant
+from onestem.server.records.call_record import CallRecord, Outcome
 
-__all__ = ["Call", "Outcome", "usage_of"]
-
-Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
+__all__ = ["Call", "usage_of"]
 
 
 @dataclass(kw_only=True)
@@ -106,12 +104,28 @@ class Call:
             tell()
 
     def when_left(self, tell: Callable[[], object]) -> None:
-        """Have `tell` called when the engine is done with all of its requests: `metrics` are whole
+        """Have `tell` called when the engine is done with all of its requests: `record` is whole
         then. For a call that was cut short, that is soon after `running`."""
         if self._num_left == len(self.requests):
             tell()
         else:
             self._on_left = tell
+
+    def record(self, seconds: float) -> CallRecord:
+        """What is kept of it, as of now; `seconds`: that it took."""
+        return CallRecord(
+            id=self.id,
+            kind=self.kind,
+            key=self.tenant.name,
+            app=self.app,
+            outcome=self.outcome,
+            created=self.created,
+            arrived=self.arrived,
+            seconds=seconds,
+            requests=self.requests,
+            ended=self.inbox.ended,
+            rerendered=self.rerendered,
+        )
 
     def _finish_reason(self) -> Outcome:
         reasons = [piece.finish_reason for delta in self.deltas for piece in delta.pieces]
@@ -131,10 +145,6 @@ class Call:
         return [self.inbox.ended[part] for part in sorted(self.inbox.ended)]
 
     @property
-    def metrics(self) -> list[RequestMetrics]:
-        return [delta.metrics for delta in self.deltas if delta.metrics is not None]
-
-    @property
     def rerendered(self) -> Rerendered | None:
         """Where a chat is written differently than before, once it has ended."""
         if self.kind != "chat" or not self.deltas or self.deltas[0].reuse is None:
@@ -147,10 +157,11 @@ def usage_of(call: Call) -> dict[str, object]:
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     if call.tasks:
         prompt = sum(task.num_tokens for task in call.tasks)
-    output = sum(metrics.num_output_tokens for metrics in call.metrics)
+    metrics = [delta.metrics for delta in call.deltas if delta.metrics is not None]
+    output = sum(one.num_output_tokens for one in metrics)
     if call.echo is not None and call.echo.alone:
         output = 0
-    cached = sum(min(m.num_cached_tokens, m.num_prompt_tokens) for m in call.metrics)
+    cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in metrics)
     details = {"cached_tokens": cached}
     rerendered = call.rerendered
     if rerendered is not None:

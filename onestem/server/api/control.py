@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 
 from onestem.errors import OnestemError
-from onestem.server.api.http import read_limited
+from onestem.server.api.callers import Operates
+from onestem.server.api.limits import read_limited
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.service import Service
 
@@ -21,16 +22,6 @@ WEIGHTS = (
     "weights cannot be sent to this server: NCCL groups and LoRA are not there. Train in one "
     "process with onestem.rollouts.trl, or use AsyncLLM.update_weights (docs/rollouts.md)"
 )
-
-
-async def _operated(request: Request) -> Service:
-    """The service; only for its operator."""
-    service: Service = request.app.state.service
-    service.keys.operator(request.headers.get("authorization"))
-    return service
-
-
-Operates = Annotated[Service, Depends(_operated)]
 
 
 async def _told_by_query(request: Request, service: Operates) -> None:

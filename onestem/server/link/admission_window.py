@@ -31,6 +31,7 @@ class AdmissionWindow(Generic[T]):
         return len(self._arrived)
 
     def add(self, name: str, item: T) -> None:
+        """Add a request after those that are here; `name`: for `remove`."""
         self._arrived[name] = item
 
     def remove(self, name: str) -> bool:

@@ -19,6 +19,7 @@ BUFFER_BYTES = 4 << 20
 
 
 def frame(message: object) -> bytes:
+    """A message's bytes. Raises what pickle does of one that it cannot write."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
@@ -33,6 +34,8 @@ class Channel:
         self._file = end.makefile("rb")
 
     def send(self, message: object) -> None:
+        """Send a message, however long the other end takes to read; raises `OSError` if it is
+        gone."""
         self._socket.sendall(frame(message))
 
     def receive(self) -> Any:

@@ -79,7 +79,7 @@ class Checks:
         if check.dropped:
             return
         try:
-            grammar = self._engine.prepare(ask.value, ask.key, ask.weight)
+            grammar = self._engine.requests.prepare(ask.value, ask.key, ask.weight)
         except BaseException as error:  # a library's panic is no `Exception`
             self._tell(ask.token, error)
             return

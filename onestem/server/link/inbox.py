@@ -99,6 +99,7 @@ class Inbox:
         self._is_waited_for = False
 
     def part(self, number: int) -> _Part:
+        """The listener of request `number`, to be submitted with it."""
         return _Part(self, number)
 
     def add_token(
@@ -125,6 +126,7 @@ class Inbox:
             self._news.set()
 
     def add(self, part: int, delta: Delta) -> None:
+        """Any news of a request but plain tokens."""
         for piece in delta.pieces:
             self._add_piece((part, piece.index), piece)
         if delta.finished:
@@ -159,6 +161,7 @@ class Inbox:
 
     @property
     def complete(self) -> bool:
+        """Whether all requests have ended, their pieces taken or not."""
         return len(self.ended) == self._num_parts
 
     @property

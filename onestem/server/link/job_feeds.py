@@ -32,6 +32,7 @@ class JobFeed:
         self._reading = False
 
     def extend(self, message: JobRequests) -> None:
+        """Take the job's next requests, after those that are here."""
         self._requests.extend(message.requests)
 
     def next_part(self) -> Iterator[Request] | None:
@@ -70,19 +71,21 @@ class JobFeeds:
         """Forget a job, and end its requests in the engine."""
         feed = self._feeds.pop(job_id, None)
         for part in feed.parts if feed is not None else ():
-            self._engine.remove_job(part)
+            self._engine.requests.remove_job(part)
         for request_id in [i for i, job in self._job_of.items() if job == job_id]:
             self._engine.abort(request_id)
             del self._job_of[request_id]
 
     def feed(self) -> None:
         """Give the engine what has come. Jobs wait until an engine that sleeps is awake."""
-        if not self._engine.residence.is_ready:
+        if not self._engine.weights.is_ready:
             return
         for feed in self._feeds.values():
             part = feed.next_part()
             if part is not None:
-                self._engine.add_job(feed.parts[-1], part, first=feed.first, groups=feed.groups)
+                self._engine.requests.add_job(
+                    feed.parts[-1], part, first=feed.first, groups=feed.groups
+                )
 
     def outputs(self, outputs: Iterable[RequestOutput]) -> list[JobOutput]:
         """Those of jobs among finished requests, which are forgotten."""

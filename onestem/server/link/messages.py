@@ -55,6 +55,8 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
+    """A request's listener has left: end it, wherever it is."""
+
     request_id: str
 
 
@@ -69,11 +71,15 @@ class JobRequests:
 
 @dataclass(frozen=True)
 class RemoveJob:
+    """A job is given up, or has ended."""
+
     job_id: str
 
 
 @dataclass(frozen=True)
 class Pin:
+    """A prefix to be computed and kept (see `Engine.pin_prefix`)."""
+
     name: str
     token_ids: Sequence[int]
     cache_salt: str
@@ -81,6 +87,8 @@ class Pin:
 
 @dataclass(frozen=True)
 class Unpin:
+    """A prefix to be kept no longer."""
+
     name: str
 
 
@@ -95,7 +103,7 @@ class Prefetch:
 @dataclass(frozen=True)
 class Ask:
     """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers. `key`
-    and `weight` are of who asks to validate: see `GrammarCompiler.prepare`."""
+    and `weight` are of the request to validate: see `GrammarCompiler.prepare`."""
 
     token: int
     what: str
@@ -113,7 +121,7 @@ class Unask:
 
 @dataclass(frozen=True)
 class Stop:
-    pass
+    """End; what runs is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +139,15 @@ class Facts:
 
     @property
     def max_model_len(self) -> int:
+        """Maximum tokens of a prompt and its answer."""
         assert self.options.max_model_len is not None
         return self.options.max_model_len
 
 
 @dataclass(frozen=True)
 class Ready:
+    """The engine has loaded its model and takes requests."""
+
     facts: Facts
     pid: int
 

@@ -58,7 +58,7 @@ class Orders:
             "resume": lambda _: self._pause(False),
             "sleep": self._sleep,
             "wake_up": self._wake_up,
-            "drop_weights": lambda _: engine.residence.drop_weights(),
+            "drop_weights": lambda _: engine.weights.drop(),
             "reset_prefix_cache": lambda running: engine.reset_prefix_cache(
                 reset_running_requests=running
             ),
@@ -70,18 +70,18 @@ class Orders:
 
     def _sleep(self, level: int) -> None:
         self._admit_all()  # they came before: the engine refuses them later
-        self._engine.sleep(level)
+        self._engine.weights.sleep(level)
 
     def _wake_up(self, tags: Collection[str] | None) -> bool:
         """Wake up; returns whether all is awake."""
-        self._engine.wake_up(tags)
-        return not self._engine.residence.asleep
+        self._engine.weights.wake_up(tags)
+        return not self._engine.weights.asleep
 
     def _update_weights(self, value: tuple[str, int]) -> int:
         from safetensors.torch import load_file  # brings torch
 
         file, version = value
-        return self._engine.update_weights(load_file(file).items(), version)
+        return self._engine.weights.update(load_file(file).items(), version)
 
     def _snapshot(self) -> dict[str, Any]:
         """The engine's snapshot, with jobs' holdings under the jobs' names."""
@@ -91,7 +91,7 @@ class Orders:
         return snapshot
 
     def _prefixes(self) -> list[dict[str, Any]]:
-        return [asdict(prefix) for prefix in self._engine.prefixes()]
+        return [asdict(prefix) for prefix in self._engine.requests.prefixes()]
 
     def _check(self) -> dict[str, Any]:
         """Whether KV memory balances; page counts."""

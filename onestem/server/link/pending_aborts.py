@@ -21,6 +21,7 @@ class PendingAborts:
         return len(self._waiting)
 
     def add(self, request_id: str, on_end: OnEnd) -> None:
+        """Have `on_end` called when the engine is done with a request."""
         self._waiting[request_id] = on_end
 
     async def gone(self, request_id: str) -> None:

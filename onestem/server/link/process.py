@@ -62,6 +62,7 @@ class EngineProcess:
         self._factory = factory
 
     async def launch(self) -> _ProcessLink:
+        """Start a process; it says `Ready` when it has loaded its model."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.to_thread(self._start, theirs)

@@ -16,6 +16,7 @@ class RecentWindow:
         self._values: deque[tuple[float, float]] = deque(maxlen=most)
 
     def note(self, value: float = 0.0) -> None:
+        """Add a value, measured now; its time alone may be of interest."""
         self._values.append((time.monotonic(), value))
 
     def _forget(self) -> float:

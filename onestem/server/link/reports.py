@@ -36,9 +36,11 @@ class Deltas:
         return len(self._sent)
 
     def begin(self, request_id: str, number: int) -> None:
+        """Report what comes of a request from now on; `number`: see `Add`."""
         self._numbers[request_id], self._sent[request_id] = number, {}
 
     def forget(self, request_id: str) -> None:
+        """Report nothing more of a request; an unknown one is ignored."""
         self._numbers.pop(request_id, None)
         self._single.pop(request_id, None)
         self._sent.pop(request_id, None)

@@ -35,7 +35,7 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
     scheduler, pool = engine.scheduler, engine.cache.pool
     reading = _reading(engine)
     readers = _readers(reading)
-    pinned = engine.pins.runs
+    pinned = engine.requests.pins.runs
     owners = {run: _owner(run, readers, pinned) for run in engine.cache.runs()}
     holders = _pages_by_holder(owners, {**_names(reading), **pinned})
     modules = set(engine.cache.modules)
@@ -53,12 +53,12 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
             {"owner": owner, "name": name, "pages": count}
             for (owner, name), count in holders.items()
         ],
-        "running": sum(not sequence.is_job for sequence in scheduler.running),
-        "running_jobs": sum(sequence.is_job for sequence in scheduler.running),
-        "paused_jobs": scheduler.num_paused,
+        "running": len(scheduler.interactive.running),
+        "running_jobs": len(scheduler.jobs.running),
+        "paused_jobs": scheduler.jobs.num_paused,
         "waiting": engine.num_waiting,
-        "jobs": engine.job_ids,
-        "prefixes": [dataclasses.asdict(info) for info in engine.prefixes()],
+        "jobs": engine.requests.job_ids,
+        "prefixes": [dataclasses.asdict(info) for info in engine.requests.prefixes()],
         "stats": engine.stats.to_dict(),
         "num_runs": len(tree),
         "runs": [_run(run, readers, owners, pinned) for run in _largest(tree)],
@@ -70,7 +70,7 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
 def _reading(engine: Engine) -> list[tuple[Sequence, list[Run]]]:
     """Running sequences, those of interactive requests first, with the runs that each reads."""
     version = engine.scheduler.version
-    running = sorted(engine.scheduler.running, key=lambda sequence: sequence.is_job)
+    running = engine.scheduler.running
     return [(s, [*s.path(version), *{one.run: None for one in s.imports}]) for s in running]
 
 

@@ -30,7 +30,7 @@ class Watchdog:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew with a new engine."""
+        """Begin again with a new engine."""
         self._num_sent = self._num_taken = 0
         self._busy = False
         self._silent = 0.0

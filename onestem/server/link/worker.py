@@ -84,7 +84,7 @@ def load(options: EngineOptions) -> Engine:
 def load_with_ranks(options: EngineOptions) -> Engine:
     """The same for callers in Python: log-probabilities have ranks."""
     engine = load(options)
-    engine.tell_ranks()
+    engine.launcher.sampler.tell_ranks()
     return engine
 
 
@@ -92,9 +92,9 @@ def facts_of(engine: Engine) -> Facts:
     """What the server must know of an engine that has started."""
     return Facts(
         options=engine.options,
-        vocab_size=engine.decoder.config.vocab_size,
+        vocab_size=engine.weights.decoder.config.vocab_size,
         kv_tokens=engine.cache.pool.num_tokens,
-        kv_bytes_per_token=engine.decoder.kv_bytes_per_token,
+        kv_bytes_per_token=engine.weights.decoder.kv_bytes_per_token,
     )
 
 
@@ -109,7 +109,7 @@ class Worker:
 
     def __init__(self, engine: Engine, channel: Channel, leave: Callable[[], object]) -> None:
         self._engine = engine
-        self._engine.on_begin = lambda request_ids: channel.send(Begun(request_ids))
+        self._engine.requests.on_begin = lambda request_ids: channel.send(Begun(request_ids))
         self._facts = facts_of(engine)
         self._channel = channel
         self._leave = leave
@@ -125,7 +125,7 @@ class Worker:
         self._answers: list[Answered] = []
         self._running = True
         self._stats_at = 0.0
-        self._step_seconds = self._engine.scheduler.budget.seconds
+        self._step_seconds = self._engine.limits.step_seconds
         self._interactive_at = float("-inf")
         self._job_step_seconds = 0.0
 
@@ -184,7 +184,7 @@ class Worker:
     def _bound_step(self, *, short: bool) -> None:
         if self._step_seconds is not None:
             bound = self._step_seconds * SHORT_STEP if short else self._step_seconds
-            self._engine.scheduler.budget.seconds = bound
+            self._engine.limits.step_seconds = bound
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Take what has come; sleep for it if there is nothing else to do."""
@@ -215,7 +215,7 @@ class Worker:
             self._stats_at = now
             stats = self._engine.stats.to_dict()
             job_step, self._job_step_seconds = self._job_step_seconds, 0.0
-        tokens, deltas = self._deltas.of(outputs, going_on, self._engine.residence.version)
+        tokens, deltas = self._deltas.of(outputs, going_on, self._engine.weights.version)
         self._channel.send(
             Report(
                 tokens=tokens,
@@ -283,7 +283,7 @@ class Worker:
     @take.register
     def _pin(self, message: Pin) -> None:
         try:
-            self._engine.pin_prefix(
+            self._engine.requests.pin_prefix(
                 message.name, list(message.token_ids), cache_salt=message.cache_salt
             )
         except OnestemError as error:
@@ -291,12 +291,12 @@ class Worker:
 
     @take.register
     def _unpin(self, message: Unpin) -> None:
-        if message.name in self._engine.pins:
-            self._engine.unpin_prefix(message.name)
+        if message.name in self._engine.requests.pins:
+            self._engine.requests.unpin_prefix(message.name)
 
     @take.register
     def _prefetch(self, message: Prefetch) -> None:
-        self._engine.prefetch_modules(message.segments, message.cache_salt)
+        self._engine.requests.prefetch_modules(message.segments, message.cache_salt)
 
     @take.register
     def _ask(self, message: Ask) -> None:

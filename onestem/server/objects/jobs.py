@@ -1,4 +1,4 @@
-"""Batch jobs: their records, and each attempt to run one to its end."""
+"""Batch jobs: all of a server, run one after the other to their ends."""
 
 from __future__ import annotations
 
@@ -7,49 +7,37 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import shutil
 import sqlite3
 import threading
-import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, run_job
 from onestem.batch.format import KIND_OF_URL, LineError, url_of
-from onestem.batch.guard import ENDS, guarded
+from onestem.batch.guard import ENDS
 from onestem.batch.workplace import DiskFullError, is_full
-from onestem.checked import check, show, without_nulls
-from onestem.errors import JobError, OnestemError, RequestError, in_one_line
+from onestem.checked import show
+from onestem.errors import JobError, OnestemError, in_one_line
 from onestem.jobs import schema_options
 from onestem.openai.read import JsonError, read_object
-from onestem.openai.schema import BatchBody
-from onestem.request import Request, RequestOutput
-from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
+from onestem.request import Request
+from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.files import check_room, count_lines, counts_in, keep_output
+from onestem.server.objects.batch_records import counts_of, error_list, new_batch, now
+from onestem.server.objects.files import check_room
+from onestem.server.objects.job_attempt import JobAttempt, StoppedError, in_thread
+from onestem.server.objects.job_files import count_lines, counts_in, keep_output
+from onestem.server.objects.job_progress import ProgressRelay
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import OPEN_STATUSES, Row, Store
 from onestem.server.objects.tenants import Tenant
 
-__all__ = [
-    "JobAttempt",
-    "JobModel",
-    "Jobs",
-    "StoppedError",
-    "Told",
-    "counts_of",
-    "error_list",
-    "in_thread",
-    "new_batch",
-    "now",
-]
+__all__ = ["JobModel", "Jobs"]
 
 MOST_DEATHS = 3  # maximum deaths of the engine without an answer of the job in between
 LONGEST_PAUSE = 30.0  # where the store fails
@@ -97,15 +85,18 @@ class Jobs:
         self._model = model
         self._check = check
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._working: asyncio.Task[None] | None = None
         self._active: tuple[str, JobAttempt] | None = None
         self._last_owner = ""
         self._stopping = False
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------------- API
-
     async def create(self, tenant: Tenant, body: Mapping[str, Any]) -> Row:
+        """Queue a batch; its record.
+
+        Raises:
+            RequestError: the body is bad; ApiError: there is no such file, or no room.
+        """
         record = new_batch(body)
         file = await asyncio.to_thread(self._store.file, tenant.name, record["input_file_id"])
         if file is None:
@@ -132,12 +123,15 @@ class Jobs:
         self._store.save_batch(record["id"], owner, record)
 
     async def find(self, tenant: Tenant, batch_id: str) -> Row:
+        """The record of a key's batch; raises a 404 if it has none of that id."""
         record = await asyncio.to_thread(self._store.batch, tenant.name, batch_id)
         if record is None:
             raise ApiError(404, f"there is no batch {show(batch_id)}", code="not_found")
         return record
 
     async def cancel(self, tenant: Tenant, batch_id: str) -> Row:
+        """End a batch, at once or when its attempt has stopped; its record. Raises a 404 if there
+        is none, a 409 if it has ended."""
         await self.find(tenant, batch_id)
         record = await asyncio.to_thread(self._mark_cancelling, tenant.name, batch_id)
         if self._active is not None and self._active[0] == batch_id:
@@ -173,10 +167,9 @@ class Jobs:
         self._store.save_batch(record["id"], owner, record)
         return record
 
-    # ------------------------------------------------------------------------- life
-
     def start(self) -> None:
-        self._task = asyncio.create_task(self._work())
+        """Begin to run batches, those of earlier servers too."""
+        self._working = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
         """Stop the running job; the next start goes on with it."""
@@ -184,8 +177,8 @@ class Jobs:
         self._wake.set()
         if self._active is not None:
             self._active[1].stop(StoppedError("the server is stopping"))
-        if self._task is not None:
-            await self._task
+        if self._working is not None:
+            await self._working
 
     def wake(self) -> None:
         """Go on: an engine is ready."""
@@ -300,7 +293,7 @@ class Jobs:
         model = self._model()
         place = self._place(record["id"])
         markups = json.loads(place.with_name(SCHEMAS).read_text())
-        told = Told(partial(self._note_progress, owner, record["id"]), reading.note)
+        relay = ProgressRelay(partial(self._note_progress, owner, record["id"]), reading.note)
         return run_job(
             source,
             place,
@@ -316,7 +309,7 @@ class Jobs:
             options={**model.options, **schema_options(markups)},
             compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
-            on_progress=told,
+            on_progress=relay,
             on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
             keep_going=True,
             line_by_line=reading.line_by_line,
@@ -336,8 +329,6 @@ class Jobs:
             if record["status"] == "validating":
                 changes |= {"status": "in_progress", "in_progress_at": now()}
             self._save(owner, record, **changes)
-
-    # ------------------------------------------------------------------------- endings
 
     async def _completed(self, owner: str, batch_id: str, counts: Mapping[str, int]) -> None:
         await asyncio.to_thread(self._finalize, owner, batch_id, counts)
@@ -408,277 +399,3 @@ def _check_urls(source: Path, endpoint: str, run: JobAttempt) -> None:
             continue
         if url in KIND_OF_URL and url != endpoint:
             raise JobError(f"line {number}: url is {url}, the batch's endpoint is {endpoint}")
-
-
-# ----------------------------------------------------------------------------- batch records
-# A batch as OpenAI's API shows it.
-
-
-def counts_of(progress: Progress) -> dict[str, int]:
-    return {
-        "total": progress.total,
-        "completed": progress.done - progress.failed,
-        "failed": progress.failed,
-    }
-
-
-def error_list(code: str, message: str) -> Row:
-    entry = {"code": code, "message": message, "param": None, "line": None}
-    return {"object": "list", "data": [entry]}
-
-
-def now() -> int:
-    return int(time.time())
-
-
-TIMES = (
-    "in_progress_at",
-    "expires_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
-    "cancelled_at",
-)
-
-
-def new_batch(body: Mapping[str, Any]) -> Row:
-    asked = check(BatchBody, without_nulls(body))
-    return {
-        "id": f"batch_{os.urandom(12).hex()}",
-        "object": "batch",
-        "endpoint": asked.endpoint,
-        "errors": None,
-        "input_file_id": asked.input_file_id,
-        "completion_window": asked.completion_window,
-        "status": "validating",
-        "output_file_id": None,
-        "error_file_id": None,
-        "created_at": now(),
-        **dict.fromkeys(TIMES),
-        "request_counts": {"total": 0, "completed": 0, "failed": 0},
-        "metadata": asked.metadata,
-    }
-
-
-# ----------------------------------------------------------------------------- job attempt
-# One attempt at a job: `run_job` in a thread of its own, answered by the engine process.
-
-WINDOW = 512  # requests of a job that the engine process holds and has not taken
-PROGRESS_SECONDS = 1.0
-PREPARE_SECONDS = 600.0  # for a line's grammar, behind those of others
-PAUSES = (10.0, 60.0)  # before each further try to have it compiled, where the machine is busy
-
-T = TypeVar("T")
-
-
-class StoppedError(Exception):
-    """The server is stopping, or the job was cancelled."""
-
-
-class _Sink:
-    """Carries a job's outputs from the event loop to its thread."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[RequestOutput | Exception | int] = queue.SimpleQueue()
-
-    def on_output(self, output: RequestOutput) -> None:
-        self.inbox.put(output)
-
-    def on_pulled(self, count: int) -> None:
-        self.inbox.put(count)
-
-    def on_down(self) -> None:
-        self.inbox.put(EngineDiedError("the engine process ended"))
-
-
-class JobAttempt:
-    """One attempt at a job, in its thread."""
-
-    def __init__(
-        self,
-        batch_id: str,
-        client: EngineClient,
-        loop: asyncio.AbstractEventLoop,
-        owner: Tenant,
-        reading: Reading,
-    ) -> None:
-        self._name = batch_id
-        self._client = client
-        self._loop = loop
-        self._owner = owner
-        self._reading = reading
-        self._waits: Future[Any] | None = None
-        self._sink = _Sink()
-        self._stop: Exception | None = None
-        self.num_answered = 0
-
-    def stop(self, reason: Exception) -> None:
-        self._stop = reason
-        self._sink.inbox.put(reason)
-        waits = self._waits
-        if waits is not None:
-            waits.cancel()
-
-    def check(self) -> None:
-        if self._stop is not None:
-            raise self._stop
-
-    def _on_loop(self, call: Callable[..., T], *arguments: Any) -> T:
-        async def run() -> T:
-            return call(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    def _result(self, waited_for: Coroutine[Any, Any, T]) -> T:
-        """What the loop comes to, however long that takes; `stop` ends it."""
-        self._waits = asyncio.run_coroutine_threadsafe(waited_for, self._loop)
-        try:
-            self.check()
-            return self._waits.result()
-        except CancelledError:
-            self.check()
-            raise
-        finally:
-            self._waits.cancel()
-            self._waits = None
-
-    def validate(self, check: Callable[[Request], object], request: Request) -> None:
-        """Have the engine validate a request and compile its grammar. A failure to do so is the
-        line's error, unless the engine is gone. One of a busy machine is tried again.
-
-        Raises:
-            RequestError: the line cannot be answered; EngineDownError: the engine is not there.
-        """
-        self.check()
-        guarded(check)(request)
-        if request.params.response_format is None and request.pml is None:
-            return
-        with self._reading.elsewhere():
-            for pause in (*PAUSES, None):
-                try:
-                    self._prepare(request)
-                    return
-                except (BusyError, NoAnswerError) as error:
-                    if pause is None:
-                        tries = len(PAUSES) + 1
-                        raise RequestError(f"{error.message} (tried {tries} times)") from error
-                    log.warning("line_waits", job=self._name, error=error.message, seconds=pause)
-                    self._result(asyncio.sleep(pause))
-
-    def _prepare(self, request: Request) -> None:
-        owner, most = self._owner, PREPARE_SECONDS
-        asked = self._client.ask("validate", request, most, key=owner.name, weight=owner.weight)
-        try:
-            self._result(asked)
-        except (EngineDownError, BusyError, NoAnswerError):
-            raise
-        except ApiError as error:
-            raise RequestError(error.message) from error
-
-    def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-        """Hand requests over as there is room for them, yield outputs as they come."""
-        source = iter(requests)
-        names: dict[str, str] = {}
-        self._sink = _Sink()  # news of an earlier call concern nobody
-        sent = pulled = 0
-        exhausted = False
-        self._on_loop(self._client.jobs.open, self._name, self._sink)
-        try:
-            while not exhausted or names:
-                if not exhausted and sent - pulled <= WINDOW // 2:
-                    more = list(islice(source, WINDOW - (sent - pulled)))
-                    exhausted = not more
-                    sent += len(more)
-                    self._hand_over(more, names)
-                    continue
-                news = self._sink.inbox.get()
-                self.check()
-                if isinstance(news, EngineDiedError):
-                    raise EngineDiedError(str(news), list(names.values()))
-                if isinstance(news, Exception):
-                    raise news
-                if isinstance(news, int):
-                    pulled = news
-                elif news.finished:
-                    self.num_answered += 1
-                    yield dataclasses.replace(news, request_id=names.pop(news.request_id))
-        finally:
-            self._on_loop(self._client.jobs.close, self._name)
-
-    def _hand_over(self, requests: list[Request], names: dict[str, str]) -> None:
-        self.check()
-        renamed = []
-        for request in requests:
-            name = f"{self._name}/{request.request_id}"
-            names[name] = request.request_id
-            renamed.append(
-                dataclasses.replace(
-                    request, request_id=name, cache_salt=self._owner.salt(), priority="job"
-                )
-            )
-        if renamed:
-            self._on_loop(self._client.jobs.send, self._name, renamed)
-
-
-class Told:
-    """Passes progress on, once a second and where it matters.
-
-    Args:
-        reading: gets all progress of the first pass, and the first after it.
-    """
-
-    def __init__(
-        self, tell: Callable[[Progress], object], reading: Callable[[Progress], object]
-    ) -> None:
-        self._tell, self._reading = tell, reading
-        self._at = 0.0
-        self._reads = True
-
-    def __call__(self, progress: Progress) -> None:
-        if self._reads:
-            self._reading(progress)
-            self._reads = progress.stage == "read"
-        if progress.stage == "read":
-            return
-        now = time.monotonic()
-        if progress.stage == "write" or now - self._at >= PROGRESS_SECONDS:
-            self._at = now
-            self._tell(progress)
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """Run a job in a thread of its own: it takes none of the loop's pool. Whatever ends it is an
-    `Exception` here."""
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            loop.call_soon_threadsafe(_settle, future, None, _failure(error))
-        else:
-            loop.call_soon_threadsafe(_settle, future, result, None)
-
-    threading.Thread(target=run, name="job", daemon=True).start()
-    return await future
-
-
-def _failure(error: BaseException) -> Exception:
-    """A job's failure. What would pass through the event loop or cannot (a library's panic, an
-    exit) is the job's alone."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    log.exception("job_failed", error)
-    return JobError(f"the batch cannot be read or answered: {in_one_line(error)}")
-
-
-def _settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

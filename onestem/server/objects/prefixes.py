@@ -1,8 +1,8 @@
 """Prefixes as objects: named, versioned, pinned in the engine, computed before they are ready.
 
-A prefix is a text, messages, or token ids. Messages stand before a chat's messages, token ids
-before a completion's prompt. A text does both: it is a chat's first system message, and stands
-unchanged before a completion's prompt. Both forms are pinned where the model has a chat template.
+A prefix is a text, messages, or token ids. Messages precede a chat's messages, token ids precede
+a completion's prompt. A text does both: it is a chat's first system message, and precedes a
+completion's prompt unchanged. Both forms are pinned where the model has a chat template.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Prefix:
     infos: list[Mapping[str, Any]] = field(default_factory=list)
 
     def pin_name(self, kind: Kind) -> str:
+        """The name that the engine knows one of its forms by."""
         return f"{self.owner}/{self.name}/{self.version}/{kind}"
 
     @property
@@ -66,10 +67,12 @@ class Prefix:
 
     @property
     def salt(self) -> str:
+        """The cache salt that its KV is stored under; "": shared by all."""
         return "" if self.is_common else Tenant(self.owner).salt()
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all of its forms."""
         return sum(map(len, self.forms.values()))
 
     def length(self, ids: Sequence[int]) -> int:
@@ -114,8 +117,6 @@ class Prefixes:
         self._current: dict[tuple[str, str], Prefix] = {}
         self._all: dict[int, Prefix] = {}
         self._lock = asyncio.Lock()
-
-    # ------------------------------------------------------------------------- making
 
     def load(self, apps: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the operator's prefixes and those that keys have made; `pin_all` pins them."""
@@ -236,6 +237,7 @@ class Prefixes:
             self._pin(prefix)
 
     def refused(self, pin_name: str, why: str) -> None:
+        """The engine refuses a form of a prefix."""
         for prefix in self._all.values():
             if pin_name in map(prefix.pin_name, prefix.forms):
                 # The engine knows it by another name.
@@ -266,13 +268,12 @@ class Prefixes:
                 raise ApiError(504, "the prefix was not computed in time: try again later")
             await asyncio.sleep(POLL_SECONDS)
 
-    # ------------------------------------------------------------------------- reading
-
     async def refresh(self) -> None:
         """Ask the engine for their state."""
         self.take_infos(await self._client.ask("prefixes"))
 
     def take_infos(self, infos: Iterable[Mapping[str, Any]]) -> None:
+        """Take what the engine tells of its pinned prefixes, one for each form."""
         by_name = {info["name"]: info for info in infos}
         for prefix in self._all.values():
             names = [prefix.pin_name(kind) for kind in prefix.forms]
@@ -290,6 +291,7 @@ class Prefixes:
         raise ApiError(404, f"there is no prefix {name!r}", param="prefix", code="prefix_not_found")
 
     def visible(self, tenant: Tenant) -> list[Prefix]:
+        """The tenant's own prefixes and the operator's."""
         return [p for p in self._current.values() if p.owner in (tenant.name, APP_OWNER)]
 
     @staticmethod
@@ -299,9 +301,11 @@ class Prefixes:
         return name if owner in ("", APP_OWNER) else f"{name} of {owner}"
 
     def everyone(self) -> list[Prefix]:
+        """The current version of each prefix, of all owners."""
         return list(self._current.values())
 
     async def delete(self, tenant: Tenant, name: str) -> None:
+        """Delete a tenant's own prefix; raises a 404 if there is none, a 403 for an operator's."""
         prefix = self.find(tenant, name)
         if prefix.is_common:
             raise ApiError(
@@ -330,6 +334,7 @@ ROW = ("owner", "name", "version", "source", "created_at")
 
 
 def check_name(name: str) -> None:
+    """Raise `RequestError` for what cannot be a prefix's name."""
     if not NAME.fullmatch(name):
         raise RequestError(
             f"name is {show(name)}, expected up to 64 letters, digits, '.', '_' and '-'"

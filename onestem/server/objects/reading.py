@@ -39,6 +39,7 @@ class Reading:
 
     @property
     def line_by_line(self) -> bool:
+        """Whether the process has ended while it had lines in hand."""
         return self._ends > 0
 
     def begin(self) -> None:
@@ -61,6 +62,7 @@ class Reading:
         self._note(in_hand=False)
 
     def note(self, progress: Progress) -> None:
+        """Note how far the job is; past its first pass, forget the reading."""
         if progress.stage == "read":
             self._at = progress.done
             self._note(in_hand=True)

@@ -8,11 +8,9 @@ the operator's schemas are shared by all, those of a key's by prompts of the sam
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,14 @@ from onestem.errors import ConfigError, RequestError
 from onestem.openai.schema import SchemaBody
 from onestem.pml import (
     CompiledPrompt,
-    EncodedSegment,
-    Encoding,
     Library,
-    encoding_prompts,
     parse_prompt,
     read_schema,
     to_markup,
 )
-from onestem.request import ONE_TOKEN, Request, RequestOutput
-from onestem.server.errors import ApiError, EngineDownError
+from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
+from onestem.server.objects.encoding import compute_modules
 from onestem.server.objects.store import Store
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
@@ -41,7 +36,6 @@ __all__ = ["CompilePml", "Schemas"]
 
 ENCODE_SECONDS = 600.0
 MOST_SCHEMAS = 256  # of a key
-WINDOW = 64  # maximum requests in the engine process at once
 
 # Markup and isolation -> segments.
 CompilePml = Callable[[str, str], CompiledPrompt]
@@ -130,8 +124,6 @@ class Schemas:
             library.add(_checked(markup))
         return library
 
-    # ------------------------------------------------------------------------- API
-
     async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a schema, or its next version; with `encode`, return when its modules are computed.
         Until then prompts use the version before."""
@@ -181,7 +173,7 @@ class Schemas:
         encode = schema.library.encoding
         encoding = await asyncio.to_thread(encode, schema.name, "anchored")
         try:
-            await _compute_modules(
+            await compute_modules(
                 self._client, encoding, cache_salt=cache_salt, common=schema.is_common
             )
         except RequestError as error:
@@ -204,6 +196,7 @@ class Schemas:
             check_markup(markup, self._bounded)
 
     def find(self, tenant: Tenant, name: str) -> _Schema:
+        """A tenant's own schema or an operator's of that name; raises a 404 if there is none."""
         for owner in (tenant.name, APP_OWNER):
             found = self._current.get((owner, name))
             if found is not None:
@@ -211,9 +204,11 @@ class Schemas:
         raise ApiError(404, f"there is no schema {show(name)}", code="schema_not_found")
 
     def visible(self, tenant: Tenant) -> list[_Schema]:
+        """The tenant's own schemas and the operator's."""
         return [s for s in self._current.values() if s.owner in (tenant.name, APP_OWNER)]
 
     async def delete(self, tenant: Tenant, name: str) -> None:
+        """Delete a tenant's own schema; raises a 404 if there is none, a 403 for an operator's."""
         schema = self.find(tenant, name)
         if schema.is_common:
             raise ApiError(
@@ -221,8 +216,6 @@ class Schemas:
             )
         await asyncio.to_thread(self._store.delete_named, "schemas", tenant.name, name)
         self._current.pop((tenant.name, name), None)
-
-    # ------------------------------------------------------------------------- prompts
 
     def compile(self, tenant: Tenant, markup: str, isolation: str) -> CompiledPrompt:
         """A prompt's segments.
@@ -234,9 +227,13 @@ class Schemas:
         prompt = parse_prompt(_checked(markup))
         return self.find(tenant, prompt.schema).library.compile(prompt, isolation)
 
-    def alternatives(self, tenant: Tenant, compiled: CompiledPrompt) -> list[EncodedSegment]:
-        """Modules that the next prompt may want in place of what this one imports."""
-        return self.find(tenant, compiled.schema).library.alternatives(compiled)
+    def prefetch(self, tenant: Tenant, compiled: CompiledPrompt, module_salt: str) -> None:
+        """Have modules read from the disk, if there is one, which the next prompt may want in place
+        of what this one imports."""
+        facts = self._client.facts
+        if facts is not None and facts.options.module_disk is not None:
+            library = self.find(tenant, compiled.schema).library
+            self._client.prefetch(library.alternatives(compiled), module_salt)
 
     def markups(self, tenant: Tenant) -> list[str]:
         """The markup of the tenant's schemas, which a new job keeps."""
@@ -260,77 +257,3 @@ def _checked(markup: str) -> str:
     if not markup.lstrip("\ufeff \t\r\n").startswith("<"):
         raise RequestError(f"pml is {show(markup)}, expected markup that begins with <")
     return markup
-
-
-# ----------------------------------------------------------------------------- encoding
-# Modules computed before a prompt needs them: a job beside the interactive requests.
-
-
-async def _compute_modules(
-    client: EngineClient, encoding: Encoding, *, cache_salt: str, common: bool
-) -> None:
-    """Have all cached text of a schema computed, in the time that interactive requests leave free.
-
-    Args:
-        cache_salt: of the prompts that it is for; common: whether it is for prompts of all salts.
-
-    Raises:
-        RequestError: the KV memory has no room for a module.
-        EngineDownError: the engine is not there, or died; ApiError: it failed.
-    """
-    job = f"encode-{encoding.layout.schema.name}-{secrets.token_hex(8)}"
-    sink = _Sink()
-    client.jobs.open(job, sink)
-    try:
-        prompts = enumerate(encoding_prompts(encoding))
-        while part := [
-            _request(f"{job}/{number}", compiled, cache_salt, common)
-            for number, compiled in islice(prompts, WINDOW)
-        ]:
-            for request in part:
-                await client.ask("validate", request)
-            client.jobs.send(job, part, first=True)  # a client or the start waits for it
-            for _ in part:
-                _check(await sink.next())
-    finally:
-        client.jobs.close(job)
-
-
-def _request(name: str, compiled: CompiledPrompt, cache_salt: str, common: bool) -> Request:
-    return Request(
-        request_id=name,
-        prompt_token_ids=compiled.ordered_token_ids.tolist(),
-        params=ONE_TOKEN,
-        pml=compiled,
-        cache_salt=cache_salt,
-        common_modules=common,
-        priority="job",
-    )
-
-
-def _check(output: RequestOutput) -> None:
-    completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        raise ApiError(500, str(completion.stop_reason), code="engine_error")
-
-
-class _Sink:
-    """The outputs of a job, as they come; None: the engine is gone."""
-
-    def __init__(self) -> None:
-        self._outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-
-    def on_output(self, output: RequestOutput) -> None:
-        self._outputs.put_nowait(output)
-
-    def on_pulled(self, count: int) -> None:
-        """Ignored: each part is awaited whole."""
-
-    def on_down(self) -> None:
-        self._outputs.put_nowait(None)
-
-    async def next(self) -> RequestOutput:
-        output = await self._outputs.get()
-        if output is None:
-            raise EngineDownError("the engine died while it computed the modules: try again")
-        return output

@@ -90,6 +90,7 @@ class Store:
         return db
 
     def close(self) -> None:
+        """Let go of the folder; nothing may be called afterwards."""
         with self._lock:
             self._db.close()
             os.close(self._lock_file)
@@ -98,9 +99,8 @@ class Store:
         with self._lock:
             return [dict(row) for row in self._db.execute(statement, values).fetchall()]
 
-    # ------------------------------------------------------------------------- files
-
     def add_file(self, row: Mapping[str, Any]) -> None:
+        """Enter a file; where its id is known, only its size."""
         self._rows(
             "INSERT INTO files (id, owner, filename, purpose, bytes, created_at) "
             "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes",
@@ -108,10 +108,12 @@ class Store:
         )
 
     def file(self, owner: str, file_id: str) -> Row | None:
+        """A key's file; None if it has none of that id."""
         rows = self._rows("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
         return rows[0] if rows else None
 
     def list_files(self, owner: str) -> list[Row]:
+        """A key's files, newest first."""
         return self._rows(
             "SELECT * FROM files WHERE owner = ? ORDER BY created_at DESC, rowid DESC", owner
         )
@@ -122,12 +124,12 @@ class Store:
         return int(row["used"])
 
     def delete_file(self, owner: str, file_id: str) -> None:
+        """Forget a key's file, and unlink it."""
         self._rows("DELETE FROM files WHERE id = ? AND owner = ?", file_id, owner)
         (self.files / file_id).unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------------- batches
-
     def save_batch(self, batch_id: str, owner: str, record: Mapping[str, Any]) -> None:
+        """Enter a batch, or its new record."""
         self._rows(
             "INSERT INTO batches (id, owner, status, record) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET status = excluded.status, record = excluded.record",
@@ -135,6 +137,7 @@ class Store:
         )
 
     def batch(self, owner: str, batch_id: str) -> Row | None:
+        """A key's batch; None if it has none of that id."""
         rows = self._rows("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         return _batch(rows[0]) if rows else None
 
@@ -152,10 +155,9 @@ class Store:
         return [(row["owner"], _batch(row)) for row in rows]
 
     def recent_batches(self, count: int) -> list[tuple[str, Row]]:
+        """(owner, batch) of the newest, of all keys."""
         rows = self._rows("SELECT * FROM batches ORDER BY number DESC LIMIT ?", count)
         return [(row["owner"], _batch(row)) for row in rows]
-
-    # ------------------------------------------------------------------------- prefixes, schemas
 
     def save_named(self, table: str, row: Mapping[str, Any]) -> None:
         """A prefix or a schema, in place of an earlier version."""
@@ -167,10 +169,12 @@ class Store:
         )
 
     def list_named(self, table: str) -> list[Row]:
+        """All prefixes or all schemas (`table`), by owner and name."""
         rows = self._rows(f"SELECT * FROM {_named(table)} ORDER BY owner, name")
         return [{**row, "source": json.loads(row["source"])} for row in rows]
 
     def delete_named(self, table: str, owner: str, name: str) -> None:
+        """Forget a prefix or a schema; an unknown one is ignored."""
         self._rows(f"DELETE FROM {_named(table)} WHERE owner = ? AND name = ?", owner, name)
 
 

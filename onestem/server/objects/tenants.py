@@ -63,6 +63,7 @@ class Keys:
 
     @property
     def needed(self) -> bool:
+        """Whether callers need a key."""
         return bool(self._keys)
 
     def named(self, name: str) -> Tenant:

@@ -42,7 +42,7 @@ class Onestem:
 
     def facts(self) -> dict[str, Any]:
         stats = self.llm.engine.stats.to_dict()
-        return {"attention": self.llm.engine.impl.name, "stats": stats}
+        return {"attention": self.llm.engine.options.impl, "stats": stats}
 
 
 def load(job: Job) -> Onestem:

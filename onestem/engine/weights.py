@@ -4,7 +4,7 @@ they are. Levels and tags are vLLM's."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -12,30 +12,45 @@ from torch import Tensor
 from onestem.checked import show
 from onestem.engine.step.runner import StepRunner
 from onestem.errors import RequestError
-from onestem.models.checkpoint import listed
 from onestem.models.decoder import Decoder
+from onestem.models.names import listed
 from onestem.models.updates import checked_tensors
 
-__all__ = ["TAGS", "Residence"]
+__all__ = ["TAGS", "Weights"]
 
 TAGS = ("weights", "kv_cache")
 
 
-class Residence:
-    """Where one engine's memory is. The caller sees to it that nothing runs or is cached.
+class Weights:
+    """One engine's weights, and its KV memory as far as it goes and comes with them.
+
+    Args:
+        release: takes what is in flight and drops all keys and values; called before anything
+            changes.
+        written: called with the version of weights that were written.
 
     Attributes:
+        decoder: the model.
         version: of the weights; what the checkpoint has is version 0.
         level: at which it was put to sleep; 0: it is awake.
         asleep: tags that are not awake.
     """
 
-    def __init__(self, decoder: Decoder, runner: StepRunner) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        runner: StepRunner,
+        *,
+        release: Callable[[], None],
+        written: Callable[[int], None],
+    ) -> None:
         self.version = 0
         self.level = 0
         self.asleep: set[str] = set()
-        self._decoder = decoder
+        self.decoder = decoder
         self._runner = runner
+        self._release = release
+        self._written = written
         self._missing: set[str] = set()  # tensors whose values were dropped
 
     @property
@@ -57,29 +72,31 @@ class Residence:
             )
 
     def sleep(self, level: int) -> None:
-        """Level 1: weights go to host memory; 2: they are dropped. KV memory is dropped by both. A
-        second call may only deepen the sleep."""
+        """Free the device's memory: KV memory, and the weights, which go to host memory (level 1)
+        or are dropped (2: `update` has to give them again). Requests that run wait. A second call
+        may only deepen the sleep."""
         if isinstance(level, bool) or level not in (1, 2):
             raise RequestError(f"sleep level is {show(level)}, expected 1 or 2")
-        if level == 2 and self._decoder.quantised:
+        if level == 2 and self.decoder.quantised:
             raise RequestError(
-                f"sleep level 2 drops weights, and {self._decoder.quantised} weights cannot be "
+                f"sleep level 2 drops weights, and {self.decoder.quantised} weights cannot be "
                 "given again: use level 1"
             )
         if level <= self.level and self.asleep == set(TAGS):
             return
+        self._release()
         if "kv_cache" not in self.asleep:
             self._runner.release_pages()
         self._runner.release_weights(keep=level == 1)
         self.level, self.asleep = max(level, self.level), set(TAGS)
         if level == 2:
-            self.drop_weights()
+            self.drop()
         gc.collect()
-        if self._decoder.device.type == "cuda":
+        if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take memory again for some of `TAGS`, or all."""
+        """Take the memory again for some of `TAGS`, or all."""
         if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
             raise RequestError(f"wake_up tags are {show(tags)}, expected some of {list(TAGS)}")
         wanted = self.asleep & set(TAGS if tags is None else tags)
@@ -93,28 +110,42 @@ class Residence:
             self.level = 0
             self._runner.warm_up()
 
-    def drop_weights(self) -> None:
+    def drop(self) -> None:
         """Count weights as dropped: each tensor has to be given before the next request."""
-        self._missing = set(self._decoder.places)
+        self._missing = set(self.decoder.places)
 
-    def checked(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
-    ) -> dict[str, Tensor]:
-        """What `update` takes; raises an error for what it cannot (see `Engine.update_weights`)."""
+    def update(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None
+    ) -> int:
+        """Write other weights over the model's, in the same memory: some tensors or all, by their
+        names in the checkpoint. Keys and values of the old ones are dropped; running requests go
+        on with the new ones after the tokens that they have.
+
+        Args:
+            named_tensors: of any floating dtype and device; all are checked before one is written.
+            version: what these weights are called; None: one more than the last.
+
+        Returns:
+            the version.
+
+        Raises:
+            WeightsError: names what is unknown, given twice, or of another shape.
+            RequestError: the weights are asleep.
+        """
         if "weights" in self.asleep:
             raise RequestError(
                 'the weights are asleep: call wake_up(tags=["weights"]) before update_weights()'
             )
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise RequestError(f"version is {show(version)}, expected an integer")
-        return checked_tensors(self._decoder.config, named_tensors, self._decoder.quantised)
-
-    def update(self, tensors: Mapping[str, Tensor], version: int | None) -> None:
-        """Write weights. They are of no use after an error."""
+        tensors = checked_tensors(self.decoder.config, named_tensors, self.decoder.quantised)
+        self._release()
         try:
             self._runner.write_weights(tensors)
         except BaseException:
-            self.drop_weights()
+            self.drop()  # they are of no use
             raise
         self._missing -= tensors.keys()
         self.version = self.version + 1 if version is None else version
+        self._written(self.version)
+        return self.version

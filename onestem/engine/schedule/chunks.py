@@ -1,0 +1,123 @@
+"""What a prompt computes next, and in which order: modules, then its own tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from onestem.cache import ModuleRun, PrefixCache, Run
+from onestem.engine.schedule.draft import StepDraft
+from onestem.engine.schedule.room import Room
+from onestem.engine.sequence import Chunk, Sequence
+
+if TYPE_CHECKING:
+    from onestem.engine.modules.tiers import ModuleTiers
+
+__all__ = ["PromptChunks"]
+
+
+class PromptChunks:
+    """Puts chunks of prompts into a step.
+
+    Attributes:
+        tiers: where modules' keys and values may be kept as well.
+    """
+
+    def __init__(self, cache: PrefixCache, room: Room) -> None:
+        self.tiers: ModuleTiers | None = None
+        self._cache = cache
+        self._room = room
+
+    def extend(self, draft: StepDraft, sequence: Sequence) -> None:
+        """Schedule a sequence's next tokens, as many as the step has rows left. If it is
+        interactive, first the jobs that compute what it waits for, as far as it does."""
+        draft.handling = sequence
+        if not sequence.is_job:
+            for owner, tokens in self._awaited(sequence).items():
+                draft.left -= self._extend(draft, owner, min(draft.left, tokens))
+        if draft.takes_rows and not draft.has_chunk(sequence):
+            draft.left -= self._extend(draft, sequence, draft.left)
+        draft.handling = None
+
+    def _awaited(self, sequence: Sequence) -> dict[Sequence, int]:
+        """Jobs that compute what a sequence reads, and how many tokens each is away from it."""
+        found: dict[Sequence, int] = {}
+        for run in sequence.path(self._cache.tree.num_splits):
+            if (owner := _job_of(run)) is not None:
+                ahead = min(run.end, len(sequence.tokens)) - owner.frontier
+                modules = sum(len(one.run.tokens) - one.run.computed for one in owner.imports)
+                found[owner] = max(found.get(owner, 0), ahead + modules)
+        modules_of: Counter[Sequence] = Counter()
+        for run in (one.run for one in sequence.imports):
+            if (owner := _job_of(run)) is not None:
+                modules_of[owner] += len(run.tokens) - run.computed
+        for owner, tokens in modules_of.items():
+            found[owner] = max(found.get(owner, 0), tokens)
+        return found
+
+    def _extend(self, draft: StepDraft, sequence: Sequence, most: int) -> int:
+        """Schedule a sequence's next tokens, and before them the modules that it imports and that
+        are not computed. Returns their number, at most `most`."""
+        if draft.waits:
+            return 0
+        used = self._extend_modules(draft, sequence, most)
+        if sequence.modules is not None and not sequence.modules.complete:
+            return used
+        return used + self._extend_path(draft, sequence, most - used)
+
+    def _extend_modules(self, draft: StepDraft, sequence: Sequence, most: int) -> int:
+        modules, used = sequence.modules, 0
+        if modules is None or modules.complete:
+            return 0
+        for index, run in modules.missing(lambda run: self._load(draft, sequence, run)):
+            attends = modules.attended(index)
+            theirs = run.owner is not None and run.owner is not sequence
+            if theirs or not all(other.complete for other in attends):
+                continue
+            start, take = run.computed, min(most - used, len(run.tokens) - run.computed)
+            if take <= 0 or not self._room.reserve(draft, sequence, run, start + take):
+                break
+            draft.add_chunk(Chunk(sequence, start, start + take, run, attends))
+            run.owner = sequence
+            run.computed += take
+            used += take
+        return used
+
+    def _load(self, draft: StepDraft, sequence: Sequence, run: ModuleRun) -> bool:
+        """Copy a module's keys and values from another tier, if one has them."""
+        if draft.waits or self.tiers is None or not self.tiers.has(run):
+            return False
+        if run.owner is not None and run.owner is not sequence:
+            return False
+        is_there = self._room.reserve(draft, sequence, run, len(run.tokens))
+        if not is_there or not self.tiers.load(run):
+            return False
+        run.computed = len(run.tokens)
+        return True
+
+    def _extend_path(self, draft: StepDraft, sequence: Sequence, most: int) -> int:
+        """Schedule its own tokens, up to a run that another computes. Returns their number."""
+        start = at = sequence.frontier
+        chunk: Chunk | None = None
+        for run in sequence.path(self._cache.tree.num_splits):
+            if run.end <= at:
+                continue
+            if run.owner is not None and run.owner is not sequence:
+                break
+            take = min(most - (at - start), run.end - at, len(sequence.tokens) - at)
+            if take <= 0 or not self._room.reserve(draft, sequence, run, run.computed + take):
+                break
+            at += take
+            chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
+            chunk.end = at
+            run.owner = sequence
+            run.computed += take
+        return at - start
+
+
+def _job_of(run: Run) -> Sequence | None:
+    """The job that computes a run."""
+    owner = run.owner
+    if isinstance(owner, Sequence) and owner.is_job and owner.run is not None:
+        return owner
+    return None

@@ -1,0 +1,92 @@
+"""A step while it is being decided."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from onestem.engine.sequence import Chunk, Edits, Sequence
+
+__all__ = ["StepDraft"]
+
+
+class StepDraft:
+    """What a step changes, and what holds only while that is being decided; it ends with its step.
+
+    Tokens of its chunks count as computed at once, since others may go on from them in the same
+    step. `drop` takes that back.
+
+    While a step is in flight nothing is preempted: it may free memory. A draft that lacks some
+    `waits` instead. It takes no more rows, and is dropped; the next one comes after that step's
+    results. (A value to hand up would be looked at in twenty places; this one is looked at where
+    rows are added.)
+
+    Args:
+        may_preempt: whether nothing is in flight.
+        only: no others have rows, or are admitted; None: all may.
+
+    Attributes:
+        edits: the changes.
+        left: rows that prompts may still have.
+        waits: it lacks memory that may be freed by what is in flight.
+        opened: ids of the interactive requests that it has taken from the queue.
+        handling: the sequence that is being scheduled, to which an error is attributed.
+        num_forks: sequences that fork from running prompts; None: not counted.
+    """
+
+    def __init__(
+        self, *, may_preempt: bool = True, only: Container[Sequence] | None = None
+    ) -> None:
+        self.edits = Edits()
+        self.only = only
+        self.may_preempt = may_preempt
+        self.left = 0
+        self.waits = False
+        self.opened: list[str] = []
+        self.handling: Sequence | None = None
+        self.num_forks: int | None = None
+        self._chunked: set[Sequence] = set()
+        self._is_launched = False
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it may have more rows of prompts."""
+        return self.left > 0 and not self.waits
+
+    def tries(self, sequence: Sequence) -> bool:
+        """Whether a sequence may have rows."""
+        return self.only is None or sequence in self.only
+
+    def has_chunk(self, sequence: Sequence) -> bool:
+        """Whether a sequence computes a part of its prompt."""
+        return sequence in self._chunked
+
+    def add_chunk(self, chunk: Chunk) -> Chunk:
+        """Add a chunk, before its tokens count as computed: `drop` takes them back wherever
+        scheduling is interrupted."""
+        self.edits.chunks.append(chunk)
+        self._chunked.add(chunk.sequence)
+        return chunk
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that has lost its memory."""
+        for some in (self.edits.enter, self.edits.leave):
+            if sequence in some:
+                some.remove(sequence)
+        self.num_forks = None
+
+    def commit(self) -> None:
+        """Note that the step is launched: its chunks have keys and values."""
+        self._is_launched = True
+
+    def drop(self, version: int) -> None:
+        """Take back the chunks of a step that is not launched: their tokens have no KV. `version`:
+        the tree's count of splits."""
+        if self._is_launched:
+            return
+        for chunk in self.edits.chunks:
+            if chunk.module is not None:
+                chunk.module.computed = min(chunk.module.computed, chunk.start)
+            elif chunk.sequence.run is not None:
+                for run in chunk.sequence.path(version):
+                    if run.start < chunk.end and run.end > chunk.start:
+                        run.computed = min(run.computed, max(0, chunk.start - run.start))

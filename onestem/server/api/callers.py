@@ -1,0 +1,45 @@
+"""What routes are called with: the service, and who calls."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from onestem.server.api.prepare import Reader
+from onestem.server.objects.tenants import Tenant
+from onestem.server.service import Service
+
+__all__ = ["Asks", "Operates", "Reads", "Serves", "service_of"]
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request was sent to."""
+    service: Service = request.app.state.service
+    return service
+
+
+# Coroutines, though they wait for nothing: FastAPI calls functions in a thread.
+async def _the_service(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _the_reader(request: Request) -> Reader:
+    reader: Reader = request.app.state.reader
+    return reader
+
+
+async def _the_tenant(request: Request) -> Tenant:
+    return service_of(request).keys.tenant(request.headers.get("authorization"))
+
+
+async def _operated(request: Request) -> Service:
+    service = service_of(request)
+    service.keys.operator(request.headers.get("authorization"))
+    return service
+
+
+Serves = Annotated[Service, Depends(_the_service)]
+Reads = Annotated[Reader, Depends(_the_reader)]
+Asks = Annotated[Tenant, Depends(_the_tenant)]
+Operates = Annotated[Service, Depends(_operated)]  # for the operator alone

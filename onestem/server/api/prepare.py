@@ -1,0 +1,307 @@
+"""A body becomes a call: read, tokenised, checked, and its grammar compiled."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from onestem.batch.spool import NO_TOKENIZER
+from onestem.engine.grammar.schema import check_schema
+from onestem.engine.text.bounded import BoundedTokenizer
+from onestem.engine.text.limits import MOST_CHARACTERS
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.errors import RequestError
+from onestem.openai.read import Asked, Prompt, read_body, read_object
+from onestem.openai.schema import Kind
+from onestem.request import Request
+from onestem.scores import ScoreTask
+from onestem.server.api.bodies import Bodies
+from onestem.server.api.calls import Call
+from onestem.server.api.limits import check_media_type
+from onestem.server.errors import NoAnswerError, too_late
+from onestem.server.link.client import ANSWER_SECONDS, EngineClient
+from onestem.server.objects.prefixes import Prefix, Prefixes, messages_of
+from onestem.server.objects.schemas import Schemas
+from onestem.server.objects.tenants import APP_OWNER, Tenant
+from onestem.server.served_model import ServedModel
+
+__all__ = ["QUICK_TOKENS", "Reader", "prepare", "read_json"]
+
+# Token ids that are checked, or written with their alternatives, on the event loop; checks take
+# less than a millisecond.
+QUICK_TOKENS = 8192
+ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What bodies are read with.
+
+    Attributes:
+        bodies: room for large ones.
+        model: that they are for; client: of its engine.
+        prefixes, schemas: which they may name.
+        timeout: seconds of a call that sets no time for itself.
+    """
+
+    bodies: Bodies
+    model: ServedModel
+    client: EngineClient
+    prefixes: Prefixes
+    schemas: Schemas
+    timeout: float
+
+
+async def read_json(reader: Reader, http: HttpRequest, tenant: Tenant) -> dict[str, Any]:
+    """A body's JSON object.
+
+    Raises:
+        ApiError: it is not JSON, too long, too slow, or has no room.
+    """
+    check_media_type(http, "application/json")
+    async with reader.bodies.read(http, tenant.name) as raw:
+        return await reader.model.parsed(raw, partial(_noted, http))
+
+
+def _noted(http: HttpRequest, data: bytes) -> dict[str, Any]:
+    """A body's JSON object. Its fields are noted: errors name no others."""
+    body = read_object(data)
+    http.state.fields = frozenset(body)
+    return body
+
+
+async def prepare(reader: Reader, kind: Kind, http: HttpRequest, tenant: Tenant) -> Call:
+    """The call that a request asks for, ready to be submitted. Of its body nothing is kept.
+
+    Raises:
+        RequestError, ApiError: it cannot be answered, or not now.
+    """
+    arrived = time.monotonic()
+    check_media_type(http, "application/json")
+    model = reader.model
+    async with reader.bodies.read(http, tenant.name) as raw:
+        asked = await model.parsed(raw, lambda data: read_body(kind, _noted(http, data)))
+        model.check_name(asked.model)
+        reader.client.supervisor.check_up()
+        if model.bounded_tokenizer is not None and asked.tools is not None:
+            tokenizer = model.bounded_tokenizer
+            form, token_of = tokenizer.tool_form, tokenizer.control_token
+            asked = await model.in_thread(asked.held, form, token_of, check_schema)
+        call = await _call(reader, asked, tenant, arrived)
+        del asked, raw
+    first = call.requests[0]
+    if first.params.response_format is not None or first.pml is not None:
+        await _validate(reader.client, call)
+    if first.pml is not None:
+        reader.schemas.prefetch(tenant, first.pml, first.module_salt)
+    return call
+
+
+async def _call(reader: Reader, asked: Asked, tenant: Tenant, arrived: float) -> Call:
+    """The call of a body: tokenised and checked, in a thread where that takes time."""
+    name = ID_OF[asked.kind] + secrets.token_hex(12)
+    prefixes, model = reader.prefixes, reader.model
+    prefix = prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
+    tasks: list[ScoreTask] = []
+    if asked.kind == "score":
+        requests, tasks = await model.in_thread(_score_requests, reader, asked, tenant, name)
+    elif _is_quick(asked):
+        requests = _requests(reader, asked, tenant, prefix, name)
+    else:
+        requests = await model.in_thread(_requests, reader, asked, tenant, prefix, name)
+    tokenizer = model.bounded_tokenizer
+    begun = prefix or prefixes.begun_by(tenant, requests[0].prompt_token_ids)
+    return Call(
+        id=name,
+        kind=asked.kind,
+        model=asked.model or model.names[0],
+        tenant=tenant,
+        requests=requests,
+        tasks=tasks,
+        app=begun.name if begun is not None else "",
+        stream=asked.stream,
+        include_usage=asked.include_usage,
+        return_token_ids=asked.return_token_ids or model.tokenizer is None,
+        echo=asked.echo,
+        tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
+        chunk_size=reader.client.requests.chunk_size,
+        arrived=arrived,
+        seconds=asked.timeout or reader.timeout,
+    )
+
+
+async def _validate(client: EngineClient, call: Call) -> None:
+    """Have the engine validate a call and compile its grammar, within the call's time."""
+    left = max(0.0, call.deadline - time.monotonic())
+    try:
+        await client.ask(
+            "validate",
+            call.requests[0],
+            seconds=min(left, ANSWER_SECONDS),
+            key=call.tenant.name,
+            weight=call.tenant.weight,
+        )
+    except NoAnswerError as error:
+        if error.seconds >= left:
+            raise too_late(call.seconds) from None
+        raise
+
+
+def _is_quick(asked: Asked) -> bool:
+    """Whether there is nothing to tokenise and little to check: a thread would take longer."""
+    sizes = [
+        len(prompt.token_ids) if prompt.token_ids else QUICK_TOKENS for prompt in asked.prompts
+    ]
+    return asked.params.choices is None and sum(sizes) < QUICK_TOKENS
+
+
+def _requests(
+    reader: Reader, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
+) -> list[Request]:
+    """A validated request for each prompt."""
+    if asked.prompts[0].pml is not None:
+        return [_pml_request(reader, asked, tenant, asked.prompts[0], name)]
+    model, tokenizer = reader.model, reader.model.bounded_tokenizer
+    requests = [
+        _request(
+            reader,
+            asked,
+            tenant,
+            f"{name}-{number}",
+            ids,
+            prompt=_echo_of(model.tokenizer, asked.prompts[number], ids) if asked.echo else None,
+            stream=asked.stream,
+            prefilled_tokens=_prefilled(tokenizer, asked.prompts[number]),
+        )
+        for number, ids in enumerate(_token_ids(tokenizer, asked, prefix))
+    ]
+    if len(requests) > 1 and not asked.stream:
+        model.check_together(requests)
+    return requests
+
+
+def _request(
+    reader: Reader, asked: Asked, tenant: Tenant, name: str, ids: Sequence[int], **more: Any
+) -> Request:
+    """A validated request; `more`: fields that calls do not have alike."""
+    common = reader.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
+    request = Request(
+        request_id=name,
+        # One block of memory, which goes to the engine's process and is kept there as it is.
+        prompt_token_ids=array("i", ids),
+        params=asked.params,
+        cache_salt=tenant.salt(asked.cache_salt),
+        common_prefix_tokens=common.length(ids) if common is not None else 0,
+        **more,
+    )
+    reader.model.check(request)
+    return request
+
+
+def _score_requests(
+    reader: Reader, asked: Asked, tenant: Tenant, name: str
+) -> tuple[list[Request], list[ScoreTask]]:
+    """A validated request for each prompt, and what is scored of it."""
+    tasks = _tasks(reader.model.bounded_tokenizer, asked)
+    requests = [
+        _request(reader, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
+        for number, task in enumerate(tasks)
+    ]
+    return requests, tasks
+
+
+def _tasks(tokenizer: BoundedTokenizer | None, asked: Asked) -> list[ScoreTask]:
+    """Tokenise each prompt, and again with each of its completions."""
+    some = asked.completions or [()] * len(asked.prompts)
+    characters = sum(
+        len(prompt.raw.text) * (1 + len(completions))
+        for prompt, completions in zip(asked.prompts, some, strict=True)
+        if prompt.raw is not None
+    )
+    if characters > MOST_CHARACTERS:
+        raise RequestError(
+            f"prompts have {characters} characters, each counted again for each completion, limit "
+            f"is {MOST_CHARACTERS}: send several requests, or token ids"
+        )
+    return [asked.task(number, tokenizer) for number in range(len(asked.prompts))]
+
+
+def _pml_request(
+    reader: Reader, asked: Asked, tenant: Tenant, prompt: Prompt, name: str
+) -> Request:
+    assert prompt.pml is not None
+    compiled = reader.schemas.compile(tenant, prompt.pml, prompt.isolation)
+    request = Request(
+        request_id=f"{name}-0",
+        prompt_token_ids=compiled.ordered_token_ids.tolist(),
+        params=asked.params,
+        stream=asked.stream,
+        cache_salt=tenant.salt(asked.cache_salt),
+        common_modules=reader.schemas.find(tenant, compiled.schema).is_common,
+        pml=compiled,
+    )
+    reader.model.check(request)
+    return request
+
+
+def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
+    """Number of prefilled tokens (`Request.prefilled_tokens`) of a chat that begins an answer."""
+    if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
+        return 0
+    return tokenizer.prefilled_tokens(prompt.template.fields)
+
+
+def _echo_of(tokenizer: Tokenizer | None, prompt: Prompt, ids: Sequence[int]) -> str:
+    """A prompt's text, to give back."""
+    if prompt.raw is not None:
+        return prompt.raw.text
+    return "" if tokenizer is None else tokenizer.decode(ids)
+
+
+def _token_ids(
+    tokenizer: BoundedTokenizer | None, asked: Asked, prefix: Prefix | None
+) -> Iterator[list[int]]:
+    """The ids of each prompt, made on demand: after a refused prompt no other is tokenised."""
+    if asked.kind == "chat":
+        if tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        return (_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+    return (_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+
+
+def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
+    assert prompt.messages is not None
+    if prefix is None:
+        return tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
+    if "chat" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of token ids, which stand before a prompt: "
+            "use /v1/completions, or make a prefix of text or messages"
+        )
+    messages = [*messages_of(prefix.source), *prompt.messages]
+    return tokenizer.apply_chat_template(messages, **asdict(prompt.template))
+
+
+def _completion_ids(
+    tokenizer: BoundedTokenizer | None, prompt: Prompt, prefix: Prefix | None
+) -> list[int]:
+    if prefix is not None and "completion" not in prefix.forms:
+        raise RequestError(
+            f"prefix {prefix.name!r} is of messages, which stand before a chat's: "
+            "use /v1/chat/completions, or make a prefix of text or token ids"
+        )
+    if prompt.token_ids is not None:
+        ids = prompt.token_ids
+    elif tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    else:
+        assert prompt.raw is not None
+        ids = tokenizer.encode_batch([prompt.raw], add_special_tokens=prefix is None)[0]
+    return ids if prefix is None else [*prefix.forms["completion"], *ids]

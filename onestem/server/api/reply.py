@@ -1,0 +1,273 @@
+"""A call becomes bytes: its answer as one body, or as events while it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from onestem.batch.guard import ENDS
+from onestem.engine.text.tokenizer import Tokenizer
+from onestem.openai.echo import echoed, form_of_echo
+from onestem.openai.write import (
+    Chunks,
+    NotANumberError,
+    ResponseFormat,
+    answer_body,
+    scores_body,
+)
+from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
+from onestem.server.api.calls import Call, usage_of
+from onestem.server.api.prepare import QUICK_TOKENS
+from onestem.server.api.streams import (
+    DONE,
+    EventStream,
+    PieceWriter,
+    disconnected,
+    event,
+    piece_writer,
+)
+from onestem.server.errors import BUG, ApiError, field_of
+from onestem.server.link.client import EngineClient
+from onestem.server.logs import log
+from onestem.server.records.records import Records
+
+__all__ = ["Reply", "check_piece", "events", "whole_body"]
+
+SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
+CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
+
+
+class Reply:
+    """The answer to a call.
+
+    Args:
+        client: of the engine that answers.
+        tokenizer: None for a model without one.
+        records: where the call is entered when it has ended.
+    """
+
+    def __init__(
+        self, call: Call, client: EngineClient, tokenizer: Tokenizer | None, records: Records
+    ) -> None:
+        self._call = call
+        self._client = client
+        self._records = records
+        params = call.requests[0].params
+        self._form = ResponseFormat(
+            kind=call.kind,
+            model=call.model,
+            logprobs=params.logprobs,
+            return_token_ids=call.return_token_ids,
+            token_bytes=None if tokenizer is None else tokenizer.token_bytes,
+            first_token_bytes=None if tokenizer is None else tokenizer.first_token_bytes,
+            tools=call.tools,
+            special_ids=frozenset() if tokenizer is None else tokenizer.special_ids,
+            skips_special=params.skip_special_tokens,
+        )
+
+    async def response(self, http: HttpRequest) -> Response:
+        """Submit the call; the response, whole or as a stream. A client that goes away ends it.
+
+        Raises:
+            ApiError: the engine does not take it, fails, or has not answered in time, before
+                anything was sent.
+        """
+        call, headers = self._call, {"x-request-id": self._call.id}
+        call.submit(self._client)
+        if not call.stream:
+            return await self._whole(http, headers)
+        patience = call.deadline - time.monotonic() + SLOW_READER_SECONDS
+        stream = self.events(piece_writer(http.scope), http.state.fields)
+        return EventStream(stream, seconds=patience, headers=headers)
+
+    async def _whole(self, http: HttpRequest, headers: dict[str, str]) -> Response:
+        """The answer as one body; if the client goes away, nothing runs on for it."""
+        body = asyncio.create_task(self._body(headers))
+        gone = asyncio.create_task(disconnected(http.receive))
+        try:
+            await asyncio.wait({body, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not body.done():
+                return Response(status_code=CLIENT_GONE)
+            return body.result()
+        finally:
+            for task in (body, gone):
+                task.cancel()
+            await asyncio.gather(body, gone, return_exceptions=True)
+            del body, gone, task  # an error of the body has this frame, and must not be in it
+
+    async def _body(self, headers: dict[str, str]) -> Response:
+        call = self._call
+        try:
+            async with call.running(self._client) as inbox:
+                pieces = await inbox.whole()
+                for piece in pieces.values():
+                    check_piece(piece, call)
+            tokens = sum(len(piece.token_ids) for piece in pieces.values())
+            if tokens * (1 + (self._form.logprobs or 0)) <= QUICK_TOKENS:
+                return self._written(pieces, headers)
+            return await asyncio.to_thread(self._written, pieces, headers)
+        finally:
+            self._note()
+
+    def _written(
+        self, pieces: dict[tuple[int, int], CompletionOutput], headers: dict[str, str]
+    ) -> Response:
+        return JSONResponse(whole_body(self._call, pieces, self._form), headers=headers)
+
+    async def events(
+        self, writer: PieceWriter | None, fields: Collection[str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. What goes wrong after its head was sent is an event too.
+
+        Args:
+            writer: takes events past this generator while it waits for news; None: there is none.
+            fields: of the body.
+        """
+        call = self._call
+        chunks = Chunks(
+            call.id,
+            call.created,
+            self._form,
+            prompts=[request.prompt_token_ids for request in call.requests],
+            n=call.requests[0].params.n,
+            include_usage=call.include_usage,
+        )
+        direct = _direct(call, chunks, writer)
+        last = b""
+        try:
+            async with call.running(self._client) as inbox:
+                while not inbox.drained:
+                    if last:
+                        yield last
+                        inbox.direct = direct
+                    await inbox.wait()
+                    last = events(call, inbox.take(), chunks)
+            if call.include_usage:
+                last += chunks.usage(usage_of(call))
+        except (*ENDS, asyncio.CancelledError):
+            raise
+        except BaseException as failure:
+            if isinstance(failure, ApiError):
+                error, last = failure, _unsent(chunks, call)
+            else:
+                error, last = _bug(call, failure), b""
+            self._records.metrics.note_error(error.status)
+            error.param = field_of(error.param, fields)
+            last += event(error.body())
+            del error  # which has this frame
+        finally:
+            call.inbox.direct = None  # calls outlive their connections for a while
+            self._note()
+        # In one write: each is a system call, and every request has this end.
+        yield last + DONE
+
+    def _note(self) -> None:
+        """Have the call entered when the engine is done with it."""
+        call, records = self._call, self._records
+        seconds = time.monotonic() - call.arrived
+        call.when_left(lambda: records.note(call.record(seconds)))
+
+
+def _bug(call: Call, failure: BaseException) -> ApiError:
+    log.exception("internal_error", failure, id=call.id)
+    return ApiError(500, BUG)
+
+
+def _direct(
+    call: Call, chunks: Chunks, writer: PieceWriter | None
+) -> Callable[[int, str], bool] | None:
+    """A function that writes a token's event at once; None where events need more."""
+    if (
+        writer is None
+        or call.tools is not None
+        or len(call.requests) * call.requests[0].params.n > 1
+    ):
+        return None
+
+    def write(token_id: int, text: str) -> bool:
+        if not writer.is_free:
+            return False
+        if data := chunks.token(token_id, text):
+            writer.write_piece(data)
+        return True
+
+    return write
+
+
+def _unsent(chunks: Chunks, call: Call) -> bytes:
+    """Events of tokens that waited for a chunk's others when the stream was cut short."""
+    with contextlib.suppress(ApiError):  # another error is reported already
+        return events(call, call.inbox.take(), chunks)
+    return b""
+
+
+def check_piece(piece: CompletionOutput, call: Call) -> None:
+    """Raise the engine's error, if it could not continue a sequence."""
+    if piece.finish_reason != "error":
+        return
+    message = piece.stop_reason if isinstance(piece.stop_reason, str) else "the engine failed"
+    if is_masked(message):
+        param = masking_fields(call.requests[0].params)[0]
+        raise ApiError(400, message, param=param, code="invalid_request")
+    raise ApiError(500, message, code="engine_error")
+
+
+def whole_body(
+    call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
+) -> dict[str, Any]:
+    """The body of an answered call: the choices of its prompts one after the other."""
+    whole = {"id": call.id, "created": call.created, "usage": usage_of(call)}
+    if call.tasks:
+        answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)
+        return _spelled(lambda: scores_body(call.id, call.model, answered)) | whole
+    bodies = []
+    for part, request in enumerate(call.requests):
+        outputs = [piece for (of, _), piece in pieces.items() if of == part]
+        prompt_logprobs, own = call.inbox.ended[part].prompt_logprobs, form
+        if call.echo is not None:
+            ids, text = request.prompt_token_ids, request.prompt or ""
+            outputs = [
+                echoed(piece, text, ids, prompt_logprobs, alone=call.echo.alone)
+                for piece in outputs
+            ]
+            prompt_logprobs = None
+            own = form_of_echo(form, text, ids, spells_control=call.echo.spells_control)
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            finished=True,
+            prompt_logprobs=prompt_logprobs,
+        )
+        bodies.append(_spelled(partial(answer_body, call.id, output, own)))
+        if form.return_token_ids and len(call.requests) > 1:
+            ids = bodies[-1].pop("prompt_token_ids")
+            for choice in bodies[-1]["choices"]:
+                choice["prompt_token_ids"] = ids
+    body: dict[str, Any] = bodies[0]
+    body["choices"] = [choice for one in bodies for choice in one["choices"]]
+    for index, choice in enumerate(body["choices"]):
+        choice["index"] = index
+    return body | whole
+
+
+def _spelled(write: Any) -> Any:
+    try:
+        return write()
+    except NotANumberError as error:
+        raise ApiError(500, str(error), code="engine_error") from error
+
+
+def events(call: Call, pieces: Mapping[tuple[int, int], CompletionOutput], chunks: Chunks) -> bytes:
+    """The events of a stream for what has come."""
+    for piece in pieces.values():
+        check_piece(piece, call)
+    return _spelled(lambda: chunks.events(pieces))

@@ -1,0 +1,304 @@
+"""Routes: each reads a request, calls one function, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from onestem import __version__
+from onestem.checked import show
+from onestem.openai.schema import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Kind,
+    PrefixBody,
+    SchemaBody,
+    ScoreBody,
+    TokenizeBody,
+    UploadBody,
+)
+from onestem.server.api.callers import Asks, Reads, Serves
+from onestem.server.api.openapi import ERRORS, answers, body_of, json_body
+from onestem.server.api.prepare import Reader, prepare, read_json
+from onestem.server.api.reply import Reply
+from onestem.server.api.tokens import detokenize as detokenize_body
+from onestem.server.api.tokens import tokenize as tokenize_body
+from onestem.server.api.transfers import Download, uploaded
+from onestem.server.errors import (
+    ApiError,
+)
+from onestem.server.objects import files
+from onestem.server.objects.tenants import Tenant
+from onestem.server.service import Service
+
+__all__ = ["api", "known_query", "open_routes", "tokens"]
+
+Json = dict[str, Any]
+
+Limit = Annotated[int, Query(ge=1, le=10000)]
+UPLOAD_BYTES = 2 << 20  # memory of an upload; the rest of its file is on the disk already
+COMPLETIONS = answers("application/json", "text/event-stream")
+Order = Literal["asc", "desc"]
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(one) is list for one in (annotation, *get_args(annotation)))
+
+
+async def known_query(request: Request, tenant: Asks) -> None:
+    """Refuse query parameters that the route does not read: they would be ignored."""
+    route = request.scope["route"]
+    known = {field.alias: field.field_info.annotation for field in route.dependant.query_params}
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
+            there = f"there is {', '.join(sorted(known))}" if known else "there is none"
+            raise ApiError(400, f"unknown query parameter: {show(name)}, {there}", param=name)
+        if count > 1 and not _is_list(known[name]):
+            raise ApiError(400, f"{name} stands {count} times in the query", param=name)
+
+
+api = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(known_query)])
+tokens = APIRouter(responses=ERRORS, dependencies=[Depends(known_query)])
+open_routes = APIRouter(responses=ERRORS)
+
+
+@api.post("/chat/completions", openapi_extra=json_body(ChatBody), responses=COMPLETIONS)
+async def chat_completions(
+    request: Request, service: Serves, reader: Reads, tenant: Asks
+) -> Response:
+    """Answer a conversation."""
+    return await _answer("chat", request, service, reader, tenant)
+
+
+@api.post("/completions", openapi_extra=json_body(CompletionBody), responses=COMPLETIONS)
+async def completions(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Response:
+    """Continue one prompt or several."""
+    return await _answer("completion", request, service, reader, tenant)
+
+
+@api.post("/score", openapi_extra=json_body(ScoreBody))
+async def score(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Response:
+    """How probable given texts are: completions of prompts, or whole texts."""
+    return await _answer("score", request, service, reader, tenant)
+
+
+async def _answer(
+    kind: Kind, request: Request, service: Service, reader: Reader, tenant: Tenant
+) -> Response:
+    call = await prepare(reader, kind, request, tenant)
+    reply = Reply(call, service.client, service.model.tokenizer, service.records)
+    return await reply.response(request)
+
+
+@api.get("/models")
+async def list_models(service: Serves, tenant: Asks) -> Json:
+    """The served model, under each of its names."""
+    return {
+        "object": "list",
+        "data": [_model(service, name) for name in service.model.names],
+    }
+
+
+@api.get("/models/{name:path}")
+async def get_model(name: str, service: Serves, tenant: Asks) -> Json:
+    """The served model."""
+    service.model.check_name(name)
+    return _model(service, name)
+
+
+def _model(service: Service, name: str) -> Json:
+    facts = service.client.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "onestem",
+        "max_model_len": facts.max_model_len if facts is not None else None,
+    }
+
+
+@api.get("/prefixes")
+async def list_prefixes(service: Serves, tenant: Asks) -> Json:
+    """The key's prefixes and the operator's."""
+    await service.snapshots.get()
+    visible = service.prefixes.visible(tenant)
+    return {"object": "list", "data": [prefix.describe() for prefix in visible]}
+
+
+@api.get("/prefixes/{name}")
+async def get_prefix(name: str, service: Serves, tenant: Asks) -> Json:
+    """A prefix."""
+    await service.snapshots.get()
+    return service.prefixes.find(tenant, name).describe()
+
+
+@api.put("/prefixes/{name}", openapi_extra=json_body(PrefixBody))
+async def put_prefix(
+    name: str, request: Request, service: Serves, reader: Reads, tenant: Asks
+) -> Json:
+    """Make a prefix, or its next version; answered when it is computed."""
+    prefix = await service.prefixes.put(tenant, name, await read_json(reader, request, tenant))
+    return prefix.describe()
+
+
+@api.delete("/prefixes/{name}")
+async def delete_prefix(name: str, service: Serves, tenant: Asks) -> Json:
+    """Delete a prefix."""
+    await service.prefixes.delete(tenant, name)
+    return {"name": name, "object": "prefix", "deleted": True}
+
+
+@api.get("/schemas")
+async def list_schemas(service: Serves, tenant: Asks) -> Json:
+    """The key's PML schemas and the operator's."""
+    visible = service.schemas.visible(tenant)
+    return {"object": "list", "data": [schema.describe() for schema in visible]}
+
+
+@api.get("/schemas/{name}")
+async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
+    """A PML schema with its markup."""
+    schema = service.schemas.find(tenant, name)
+    return {**schema.describe(), "pml": schema.markup}
+
+
+@api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
+async def put_schema(
+    name: str, request: Request, service: Serves, reader: Reads, tenant: Asks
+) -> Json:
+    """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
+    return await service.schemas.put(tenant, name, await read_json(reader, request, tenant))
+
+
+@api.delete("/schemas/{name}")
+async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
+    """Delete a PML schema."""
+    await service.schemas.delete(tenant, name)
+    return {"name": name, "object": "schema", "deleted": True}
+
+
+@api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
+async def upload_file(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+    """Store a file of batch lines."""
+    settings = service.settings
+    async with (
+        reader.bodies.room(tenant.name, UPLOAD_BYTES),
+        uploaded(request, settings.max_file_bytes) as file,
+    ):
+        name, most = file.filename or "upload.jsonl", settings.max_key_files_bytes
+        row = await files.keep(service.store, tenant, name, file.file, most)
+    return files.describe(row)
+
+
+@api.get("/files")
+async def list_files(
+    service: Serves,
+    tenant: Asks,
+    purpose: str | None = None,
+    order: Order = "desc",
+    limit: Limit = 10000,
+    after: str | None = None,
+) -> Json:
+    """The key's files, all or of one purpose, newest first unless `order` is asc."""
+    rows = await asyncio.to_thread(service.store.list_files, tenant.name)
+    rows = [row for row in rows if purpose in (None, row["purpose"])]
+    rows = rows if order == "desc" else rows[::-1]
+    return files.page_of([files.describe(row) for row in rows], limit, after)
+
+
+@api.get("/files/{file_id}")
+async def get_file(file_id: str, service: Serves, tenant: Asks) -> Json:
+    """A file's name and size."""
+    return files.describe(await files.find_file(service.store, tenant, file_id))
+
+
+@api.get("/files/{file_id}/content", responses=answers("application/octet-stream"))
+async def get_content(file_id: str, service: Serves, tenant: Asks) -> Response:
+    """A file's bytes."""
+    row = await files.find_file(service.store, tenant, file_id)
+    return Download(
+        service.store.files / row["id"],
+        media_type="application/octet-stream",
+        filename=row["filename"],
+    )
+
+
+@api.delete("/files/{file_id}")
+async def delete_file(file_id: str, service: Serves, tenant: Asks) -> Json:
+    """Remove a file; one that a batch still reads is kept."""
+    await files.find_file(service.store, tenant, file_id)
+    await service.jobs.check_unused(file_id)
+    await asyncio.to_thread(service.store.delete_file, tenant.name, file_id)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@api.post("/batches", openapi_extra=json_body(BatchBody))
+async def create_batch(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+    """Start a job on an uploaded file."""
+    return await service.jobs.create(tenant, await read_json(reader, request, tenant))
+
+
+@api.get("/batches")
+async def list_batches(
+    service: Serves, tenant: Asks, limit: Limit = 20, after: str | None = None
+) -> Json:
+    """The key's batches, newest first."""
+    rows = await asyncio.to_thread(service.store.list_batches, tenant.name)
+    return files.page_of(rows, limit, after)
+
+
+@api.get("/batches/{batch_id}")
+async def get_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
+    """A batch and its progress."""
+    return await service.jobs.find(tenant, batch_id)
+
+
+@api.post("/batches/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
+    """End a batch; its finished answers stay."""
+    return await service.jobs.cancel(tenant, batch_id)
+
+
+@tokens.post("/tokenize", openapi_extra=json_body(TokenizeBody))
+async def tokenize(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+    """Token ids of a text or of a conversation."""
+    body = await read_json(reader, request, tenant)
+    service.client.supervisor.check_up()
+    return await service.model.in_thread(tokenize_body, service.model, body)
+
+
+@tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
+async def detokenize(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+    """The text of token ids."""
+    body = await read_json(reader, request, tenant)
+    service.client.supervisor.check_up()
+    return await service.model.in_thread(detokenize_body, service.model, body)
+
+
+@open_routes.get("/health")
+async def health(service: Serves) -> Response:
+    """200 while requests are taken, 503 while not."""
+    state = "stopping" if service.stopping.is_set() else service.client.supervisor.state
+    status = 200 if state == "running" else 503
+    return JSONResponse({"status": "ok" if status == 200 else state}, status)
+
+
+@open_routes.get("/version")
+async def version() -> Json:
+    """The server's version."""
+    return {"version": __version__}
+
+
+@open_routes.get("/metrics", responses=answers("text/plain"))
+async def metrics(request: Request, service: Serves) -> Response:
+    """Counts and times in Prometheus' text format."""
+    service.keys.operator(request.headers.get("authorization"))
+    snapshot = await service.snapshots.get()
+    text = service.records.metrics.text(snapshot.get("pages", {}))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

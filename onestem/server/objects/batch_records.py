@@ -1,0 +1,67 @@
+"""A batch as OpenAI's API shows it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from onestem.batch import Progress
+from onestem.checked import check, without_nulls
+from onestem.openai.schema import BatchBody
+from onestem.server.objects.store import Row
+
+__all__ = ["counts_of", "error_list", "new_batch", "now"]
+
+
+def counts_of(progress: Progress) -> dict[str, int]:
+    """`request_counts` of a job that is so far."""
+    return {
+        "total": progress.total,
+        "completed": progress.done - progress.failed,
+        "failed": progress.failed,
+    }
+
+
+def error_list(code: str, message: str) -> Row:
+    """`errors` of a batch that failed as a whole."""
+    entry = {"code": code, "message": message, "param": None, "line": None}
+    return {"object": "list", "data": [entry]}
+
+
+def now() -> int:
+    """Unix seconds, as records have them."""
+    return int(time.time())
+
+
+TIMES = (
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
+
+
+def new_batch(body: Mapping[str, Any]) -> Row:
+    """The record of the batch that a body asks for; raises `RequestError` for a bad body."""
+    asked = check(BatchBody, without_nulls(body))
+    return {
+        "id": f"batch_{os.urandom(12).hex()}",
+        "object": "batch",
+        "endpoint": asked.endpoint,
+        "errors": None,
+        "input_file_id": asked.input_file_id,
+        "completion_window": asked.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now(),
+        **dict.fromkeys(TIMES),
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": asked.metadata,
+    }

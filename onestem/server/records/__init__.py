@@ -1,0 +1,1 @@
+"""What is kept of calls that have ended, and what is counted."""
