@@ -46,19 +46,19 @@ class Step:
 def steps_of(llm: LLM, run: Callable[[LLM], object]) -> list[Step]:
     """The plans of all steps while something runs."""
     seen: list[Step] = []
-    order = llm.engine.order
-    apply = order.apply
+    batch_rows = llm.engine.batch_rows
+    apply = batch_rows.apply
 
-    def watched(edits: object) -> None:
-        apply(edits)
-        if order.inputs.plans:
-            seen.append(copied(next(iter(order.inputs.plans.values()))))
+    def watched(changes: object) -> None:
+        apply(changes)
+        if batch_rows.inputs.plans:
+            seen.append(copied(next(iter(batch_rows.inputs.plans.values()))))
 
-    order.apply = watched
+    batch_rows.apply = watched
     try:
         run(llm)
     finally:
-        del order.apply
+        del batch_rows.apply
     return seen
 
 

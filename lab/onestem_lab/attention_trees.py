@@ -4,7 +4,7 @@
 
 Prints a table and writes what `onestem bench attention --json` gives, and for each case what is
 asked of it: 1.3 times the fastest other where the bytes alone take more than 15 us, else as fast.
-The file is written anew after each case, so that a run that is stopped keeps what it measured. The
+The file is written again after each case, so that a run that is stopped keeps what it measured. The
 shapes of heads come in the order given.
 """
 

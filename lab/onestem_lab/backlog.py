@@ -142,7 +142,7 @@ def first_tokens(
                 Request(request_id=str(i), prompt_token_ids=prompts[i], params=params, stream=True)
             )
         outputs, going_on = engine.step_news()
-        computed += len(engine.order.inputs.positions)
+        computed += len(engine.batch_rows.inputs.positions)
         now = computed + passed, time.perf_counter()
         for name in [o.request_id for o in outputs] + [s.request.request_id for s in going_on]:
             first.setdefault(name, now)

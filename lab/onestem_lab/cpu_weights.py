@@ -94,7 +94,7 @@ class Ours:
         found = []
         while self.engine.has_unfinished():
             seconds = self._step()
-            if len(self.engine.order) == rows and not self.engine.order.chunks:
+            if len(self.engine.batch_rows) == rows and not self.engine.batch_rows.chunks:
                 found.append(seconds)
         self._finish()
         return [min(values) for values in zip(*found, strict=True)]

@@ -146,14 +146,14 @@ def steps(engine: Engine, prefix: int, batch: int, own: int) -> Iterator[Step]:
             continue
         count += 1
         if FIRST < count <= FIRST + STEPS:
-            positions = engine.order.inputs.positions
+            positions = engine.batch_rows.inputs.positions
             yield Step(seconds, float(positions.mean()) + 1 - prefix)
     engine.cache.clear()
 
 
 def all_decode(engine: Engine, batch: int) -> bool:
     """Whether the last step was one of decodes alone, of the whole batch."""
-    return len(engine.order) == batch and not engine.order.chunks
+    return len(engine.batch_rows) == batch and not engine.batch_rows.chunks
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def profiled(
         engine.add_request(Request(request_id=name, prompt_token_ids=ids, params=params))
     for _ in range(half):
         engine.step()
-    rows = len(engine.order)
+    rows = len(engine.batch_rows)
     took = step_kernels(engine, PROFILED)
     for name in names:
         engine.abort(name)

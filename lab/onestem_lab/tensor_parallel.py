@@ -165,7 +165,7 @@ def start(engine: Engine, sizes: Sizes, rows: int) -> None:
     for i in range(rows):
         ids = [*prefix, 3 + i % 200, 3 + i // 200]
         engine.add_request(Request(request_id=str(i), prompt_token_ids=ids, params=params))
-    while len(engine.order) < rows:
+    while len(engine.batch_rows) < rows:
         engine.step()
     for _ in range(FIRST):
         engine.step()

@@ -22,12 +22,12 @@ from onestem.engine.schedule.queue import PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.schedule.throttle import FEWEST_ROWS, CheckPace, StepLimits
 from onestem.engine.schedule.waiting import SourceError
-from onestem.engine.sequence import Edits, RequestState
+from onestem.engine.sequence import RequestState, StepChanges
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.launch import Launcher, make_runner
-from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results
 from onestem.engine.step.runner import Logits, RankTeam, StepRunner
-from onestem.engine.step.slots import Slots
+from onestem.engine.step.sequence_table import SequenceTable
 from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
@@ -67,7 +67,7 @@ class Engine:
         requests: those that are here; jobs and pinned prefixes too.
         weights: of the model; they are written, put to sleep and woken there.
         limits: of a step; `step_seconds` may be changed between steps.
-        stats: what was computed; `reset_stats` begins anew.
+        stats: what was computed since `reset_stats`.
         tiers: where modules are kept, beside KV memory.
         trace: where each step is recorded, if anywhere; the engine closes it.
         is_paused: nothing is computed, though requests are taken.
@@ -137,12 +137,14 @@ class Engine:
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
             answers=self.requests.answers,
         )
-        slots = Slots(sampler, eos)
-        self.order = Order(self.cache, slots, windows=runner.windows, share=share != "storage")
+        table = SequenceTable(sampler, eos)
+        self.batch_rows = BatchRows(
+            self.cache, table, windows=runner.windows, share=share != "storage"
+        )
         self.launcher = Launcher(runner, sampler)
         self.results = Results(
             scheduler=self.scheduler,
-            slots=slots,
+            table=table,
             sampler=sampler,
             eos_token_ids=eos,
             stats=self.stats,
@@ -254,7 +256,7 @@ class Engine:
         requests, factory = self.requests, self.requests.factory
         if requests.queue.holds and not requests.states and requests.queue.peek() is None:
             factory.wait(GATE_SECONDS)
-        draft = StepDraft(may_preempt=not self.launcher.flights, only=self._suspects.tried)
+        draft = StepDraft(may_preempt=not self.launcher.in_flight, only=self._suspects.tried)
         with uninterrupted() as interrupts:
             try:
                 if self.can_step:
@@ -282,18 +284,18 @@ class Engine:
         gave itself)."""
         launcher = self.launcher
         began = time.perf_counter()
-        self.scheduler.decide(draft, self.order)
+        self.scheduler.decide(draft, self.batch_rows)
         if draft.opened:
             self.requests.on_begin(draft.opened)
-        has_rows = not draft.waits and self._apply(draft.edits)
+        has_rows = not draft.waits and self._apply(draft.changes)
         self.stats.host_seconds += time.perf_counter() - began
         if has_rows:
             if launcher.runner.may_be_interrupted:
                 with interrupts.lifted():
-                    logits = launcher.forward(self.order)
+                    logits = launcher.forward(self.batch_rows)
             else:
                 interrupts.deliver()
-                logits = launcher.forward(self.order)
+                logits = launcher.forward(self.batch_rows)
             self._sample(draft, logits)
         depth = launcher.runner.depth if has_rows and draft.only is None else 1
         self._commit(depth - 1 if has_rows else 0)
@@ -305,40 +307,40 @@ class Engine:
         if not self.num_running:
             self.launcher.abandon()
             self.scheduler.waiting.forget_short()
-            self.order.forget_chunks()
+            self.batch_rows.forget_chunks()
 
-    def _apply(self, edits: Edits) -> bool:
+    def _apply(self, changes: StepChanges) -> bool:
         """Make the rows of the next step. Returns whether there are any."""
-        for sequence, reason in edits.unfit:
+        for sequence, reason in changes.unfit:
             sequence.stop_reason = reason
             self.results.finish(sequence, "error")
-        self.order.apply(edits)
+        self.batch_rows.apply(changes)
         self.results.end_unsampled()
-        if not self.launcher.follows(self.order):
+        if not self.launcher.follows(self.batch_rows):
             self._commit(0)
-        return len(self.order.inputs.positions) > 0
+        return len(self.batch_rows.inputs.positions) > 0
 
     def _sample(self, draft: StepDraft, logits: Logits) -> None:
         """Sample the launched step's rows, and count the step."""
-        edits = draft.edits
+        changes = draft.changes
         draft.commit()
-        self.results.note_launched(edits.chunks)
+        self.results.note_launched(changes.chunks)
         if self.tiers is not None:
-            self.tiers.save_complete(chunk.module for chunk in edits.chunks)
-        if self.order.slots.masked:  # a grammar must have seen the tokens of the step before
+            self.tiers.save_complete(chunk.module for chunk in changes.chunks)
+        if self.batch_rows.table.masked:  # a grammar must have seen the tokens of the step before
             self._commit(0)
-        self.launcher.sample(self.order, edits, logits)
+        self.launcher.sample(self.batch_rows, changes, logits)
         self.results.end_unsampled()
         stats, pool = self.stats, self.cache.pool
         stats.steps += 1
-        stats.shared_read_tokens += self.order.shared_read_tokens
+        stats.shared_read_tokens += self.batch_rows.shared_read_tokens
         stats.note_held(pool.num_held * pool.page_size)
         stats.num_preempted = self.scheduler.room.num_preempted
         stats.model_seconds += time.perf_counter() - self.launcher.began
         if self.trace is not None:
             self.trace.note(
-                len(self.order.inputs.positions),
-                edits.chunks,
+                len(self.batch_rows.inputs.positions),
+                changes.chunks,
                 running=self.num_running,
                 waiting=len(self.scheduler.waiting) + len(self.requests.queue.interactive),
                 free_pages=pool.num_available,
@@ -346,16 +348,16 @@ class Engine:
 
     def _commit(self, most: int) -> None:
         """Take the oldest steps in flight, until `most` are left."""
-        while len(self.launcher.flights) > most:
+        while len(self.launcher.in_flight) > most:
             began = time.perf_counter()
-            flight = self.launcher.flights[0]
-            self.results.commit(flight)
+            step = self.launcher.in_flight[0]
+            self.results.commit(step)
             self.launcher.runner.check()
-            self.launcher.flights.pop(0)
+            self.launcher.in_flight.pop(0)
             ended = time.perf_counter()
-            seconds = self.scheduler.note_step(flight.edits, flight.began, ended)
+            seconds = self.scheduler.note_step(step.changes, step.began, ended)
             if self.tiers is not None:
-                self.tiers.note_step(flight.edits.prompt_rows, seconds)
+                self.tiers.note_step(step.changes.prompt_rows, seconds)
             self.stats.sample_seconds += time.perf_counter() - began
 
     @property
@@ -383,7 +385,7 @@ class Engine:
         with uninterrupted():
             self.launcher.abandon()
             self.scheduler.room.preempt_all()
-            self.order.clear()
+            self.batch_rows.clear()
             self.requests.forget(self.results.take_ended())
             self.requests.pins.let_go()
             self.cache.clear()
@@ -408,11 +410,11 @@ class Engine:
             self.results.end_broken(sequence, error)
 
     def _recover(self, draft: StepDraft) -> None:
-        """After any exception: drop what is in flight; rows are made anew from the sequences."""
+        """After any exception: drop what is in flight; rows are rebuilt from the sequences."""
         with uninterrupted():
             self.launcher.abandon()
             self.scheduler.recover(draft)
-            self.order.clear()
+            self.batch_rows.clear()
 
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""
@@ -434,7 +436,7 @@ class Engine:
         self.cache.check()
 
     def reset_stats(self) -> None:
-        """Count anew from here on; a trace begins anew."""
+        """Count from 0 again; a trace begins again."""
         self.stats.reset()
         self.scheduler.room.num_preempted = 0
         if self.trace is not None:

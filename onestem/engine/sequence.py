@@ -16,14 +16,22 @@ from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenL
 from onestem.scores import PathScores, ScoreTree
 from onestem.tree import PLAIN, Label, Stretch, cut
 
-__all__ = ["Chunk", "Edits", "RequestState", "ScoreSpan", "Scoring", "Sequence", "stretches_of"]
+__all__ = [
+    "Chunk",
+    "RequestState",
+    "ScoreSpan",
+    "Scoring",
+    "Sequence",
+    "StepChanges",
+    "stretches_of",
+]
 
 
-class SlotTable(Protocol):
-    """Where sequences that sample are known to steps (`onestem.engine.step.slots`)."""
+class SamplingTable(Protocol):
+    """Where sequences that sample are known to steps (`onestem.engine.step.sequence_table`)."""
 
     def release(self, sequence: Sequence) -> None: ...
-    def num_launched(self, slot: int) -> int: ...
+    def num_launched(self, sid: int) -> int: ...
 
 
 @dataclass(eq=False)
@@ -124,8 +132,8 @@ class Sequence:
         run: the deepest run of its path, which it writes; None while it is not admitted.
         order: number of admission; the newest is preempted first.
         is_job: whether it runs in what interactive requests leave free.
-        slots, slot: where it is known to steps that sample for it (-1: nowhere).
-        sampling: the sampler's row, made with its first slot.
+        table, sid: where it is known to steps that sample for it (-1: nowhere).
+        sampling: the sampler's row, made with its first `sid`.
         weights: (index among the sampled tokens, version of the weights that sample from it on).
     """
 
@@ -148,11 +156,11 @@ class Sequence:
         "sampling",
         "score_only",
         "scoring",
-        "slot",
-        "slots",
+        "sid",
         "state",
         "stop_reason",
         "stretches",
+        "table",
         "text",
         "tokens",
         "weights",
@@ -173,8 +181,8 @@ class Sequence:
         self.run: Run | None = None
         self.order = -1
         self.is_job = state.request.priority == "job"
-        self.slots: SlotTable | None = None
-        self.slot = -1
+        self.table: SamplingTable | None = None
+        self.sid = -1
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
@@ -263,13 +271,13 @@ class Sequence:
     @property
     def num_launched(self) -> int:
         """Of one that decodes: its tokens whose rows were launched."""
-        if self.slots is None:
+        if self.table is None:
             return len(self.tokens) - 1
-        return self.slots.num_launched(self.slot)
+        return self.table.num_launched(self.sid)
 
     @property
     def next_place(self) -> int:
-        """Of one that decodes: where its next token stands in the pages of the run it writes."""
+        """Of one that decodes: where its next token goes in the pages of the run it writes."""
         run = self.run
         assert run is not None
         return run.offset + self.num_launched - run.start
@@ -313,10 +321,10 @@ class Sequence:
         self.logprobs.append(entry)
         self.cumulative_logprob += entry[token]
 
-    def leave_slot(self) -> None:
-        """Leave the slot: no step samples for it any more. It has all that was committed."""
-        if self.slots is not None:
-            self.slots.release(self)
+    def leave_table(self) -> None:
+        """Leave the table: no step samples for it any more. It has all that was committed."""
+        if self.table is not None:
+            self.table.release(self)
 
     def import_modules(self, cache: PrefixCache) -> None:
         """Pin what its prompt imports, as it is admitted."""
@@ -383,7 +391,7 @@ class Chunk:
 
 
 @dataclass(eq=False)
-class Edits:
+class StepChanges:
     """How the next step differs from the one before it. All other rows decode one token more,
     except those of sequences that have ended, were preempted, or sample no more.
 

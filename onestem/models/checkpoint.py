@@ -149,7 +149,7 @@ class Checkpoint:
     def check_values(self, specs: Iterable[TensorSpec]) -> None:
         """Raise `WeightsError` for numbers that make no sense in what says how weights are stored,
         such as scales that are not finite. Scales that are 0, as of weights that are all 0, are
-        told in a warning."""
+        named in a warning."""
         for spec in specs:
             if spec.kind is Kind.POWERS:
                 held = self._held[spec.name]

@@ -26,7 +26,7 @@ from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
 from onestem.ops import resolve
 from onestem.parallel.group import join, meeting_place
-from onestem.parallel.messages import Reader, ToldCall, ToldStep
+from onestem.parallel.messages import CallMessage, Reader, StepMessage
 
 __all__ = ["Follower", "follow"]
 
@@ -56,17 +56,17 @@ class Follower:
         """Execute messages until the socket closes."""
         self._socket.send(("here", meeting_place() if self.rank == 1 else None))
         while True:
-            told = self._reader.read(self._socket.recv_bytes())
-            if isinstance(told, ToldCall):
-                getattr(self, f"_{told.name}")(*told.arguments)
+            message = self._reader.read(self._socket.recv_bytes())
+            if isinstance(message, CallMessage):
+                getattr(self, f"_{message.name}")(*message.arguments)
             else:
-                self._step(told)
+                self._step(message)
 
-    def _step(self, told: ToldStep) -> None:
+    def _step(self, message: StepMessage) -> None:
         runner, ids = self._runner, None
-        if told.num_device_ids:
-            ids = torch.zeros(told.num_device_ids, dtype=torch.int64, device=self._device)
-        logits = runner.run(told.inputs, runner.prepare(told.inputs, told.change), ids)
+        if message.num_device_ids:
+            ids = torch.zeros(message.num_device_ids, dtype=torch.int64, device=self._device)
+        logits = runner.run(message.inputs, runner.prepare(message.inputs, message.new_pages), ids)
         for blocks in (logits.samples, logits.scored):
             for _ in blocks:  # each rank has a part of every logit
                 pass

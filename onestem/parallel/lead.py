@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Runner
 from onestem.interrupts import uninterrupted
 from onestem.parallel.messages import advance, call, whole
@@ -40,11 +40,11 @@ class LeadRunner:
 
     # ----------------------------------------------------------------------------- a step
 
-    def prepare(self, inputs: StepInputs, change: Change | None) -> Change | None:
-        """Return `change`: `run` sends the step, then all ranks prepare it at the same time."""
-        return change
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> NewPages | None:
+        """Return `new_pages`: `run` sends the step, then all ranks prepare it at the same time."""
+        return new_pages
 
-    def run(self, inputs: StepInputs, prepared: Change | None, ids: Tensor | None) -> Logits:
+    def run(self, inputs: StepInputs, prepared: NewPages | None, ids: Tensor | None) -> Logits:
         """See `Runner.run`.
 
         Raises:
@@ -56,9 +56,9 @@ class LeadRunner:
         if ids is not None and ids.device.type == "cpu":
             inputs.token_ids[: len(ids)] = ids.numpy()
             ids = None
-        told = whole(inputs, ids) if prepared is None else advance(inputs, prepared, ids)
+        message = whole(inputs, ids) if prepared is None else advance(inputs, prepared, ids)
         try:
-            self._team.tell(told)
+            self._team.tell(message)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
         except Exception as error:
             raise self._team.failed(error) from error
@@ -98,35 +98,35 @@ class LeadRunner:
 
     def warm_up(self) -> None:
         """See `Runner`, as for all below."""
-        with self._told("warm_up"):
+        with self._on_all_ranks("warm_up"):
             self._runner.warm_up()
 
     def release_pages(self) -> None:
-        with self._told("release_pages"):
+        with self._on_all_ranks("release_pages"):
             self._runner.release_pages()
 
     def restore_pages(self) -> None:
-        with self._told("restore_pages"):
+        with self._on_all_ranks("restore_pages"):
             self._runner.restore_pages()
 
     def release_weights(self, *, keep: bool) -> None:
-        with self._told("release_weights", keep):
+        with self._on_all_ranks("release_weights", keep):
             self._runner.release_weights(keep=keep)
 
     def restore_weights(self) -> None:
-        with self._told("restore_weights"):
+        with self._on_all_ranks("restore_weights"):
             self._runner.restore_weights()
 
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """One tensor after the other, whole: each rank takes its part of it."""
         for name, tensor in tensors.items():
             here = tensor.to(self.decoder.device).contiguous()
-            with self._told("write_weights", name, here.dtype, tuple(here.shape)):
+            with self._on_all_ranks("write_weights", name, here.dtype, tuple(here.shape)):
                 self._team.ranks.take_first(here.view(-1).view(torch.uint8))
                 self._runner.write_weights({name: here})
 
     @contextmanager
-    def _told(self, name: str, *arguments: object) -> Iterator[None]:
+    def _on_all_ranks(self, name: str, *arguments: object) -> Iterator[None]:
         """Have other ranks call a method of their runners, while the block does the same here."""
         with uninterrupted():
             self._finish()

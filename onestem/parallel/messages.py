@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import RUN_FIELDS, SPAN_FIELDS
 
-__all__ = ["Reader", "ToldCall", "ToldStep", "advance", "call", "whole"]
+__all__ = ["CallMessage", "Reader", "StepMessage", "advance", "call", "whole"]
 
 # Tokens that are on the device (-1: no step, but a call), page size (0: an advance), and the
 # lengths of the arrays, in their order.
@@ -29,7 +29,7 @@ CALL = HEAD.pack(-1, *[0] * 10)
 
 
 @dataclass(frozen=True)
-class ToldCall:
+class CallMessage:
     """A method of `Follower` to call, without its underscore."""
 
     name: str
@@ -37,12 +37,12 @@ class ToldCall:
 
 
 def call(name: str, *arguments: Any) -> bytes:
-    """The message for a `ToldCall`."""
+    """The message for a `CallMessage`."""
     return CALL + pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(frozen=True, eq=False)
-class ToldStep:
+class StepMessage:
     """A step, as a runner takes it.
 
     Attributes:
@@ -50,7 +50,7 @@ class ToldStep:
     """
 
     inputs: StepInputs
-    change: Change | None
+    new_pages: NewPages | None
     num_device_ids: int
 
 
@@ -65,10 +65,10 @@ def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
     )
 
 
-def advance(inputs: StepInputs, change: Change, ids: Tensor | None) -> bytes:
+def advance(inputs: StepInputs, new_pages: NewPages, ids: Tensor | None) -> bytes:
     """The message for a step as the change to the one before."""
     tokens = inputs.token_ids if ids is None else inputs.token_ids[:0]
-    return _message(ids, 0, [tokens, change.runs, change.page_index, change.pages], [])
+    return _message(ids, 0, [tokens, new_pages.runs, new_pages.page_index, new_pages.pages], [])
 
 
 def _message(
@@ -92,11 +92,11 @@ class Reader:
         self._windows = set(windows)
         self._inputs: StepInputs
 
-    def read(self, message: bytes) -> ToldStep | ToldCall:
+    def read(self, message: bytes) -> StepMessage | CallMessage:
         """The step or call of a message."""
         num_ids, page_size, *sizes = HEAD.unpack_from(message)
         if num_ids < 0:
-            return ToldCall(*pickle.loads(message[HEAD.size :]))
+            return CallMessage(*pickle.loads(message[HEAD.size :]))
         body, at = bytearray(message), HEAD.size
 
         def take(size: int, dtype: type) -> np.ndarray:
@@ -107,10 +107,10 @@ class Reader:
 
         if not page_size:
             tokens, *taken = (take(size, np.int64) for size in sizes[:4])
-            change = Change(*taken)
+            new_pages = NewPages(*taken)
             self._inputs.token_ids[: len(tokens)] = tokens
-            self._inputs.advance(change)
-            return ToldStep(self._inputs, change, num_ids)
+            self._inputs.advance(new_pages)
+            return StepMessage(self._inputs, new_pages, num_ids)
         ids, positions, slots, logit_rows, score_rows = (take(n, np.int64) for n in sizes[:5])
         run_pages, runs, spans, row_position = (take(n, np.int32) for n in sizes[5:])
         plan = AttentionPlan(
@@ -124,4 +124,4 @@ class Reader:
         self._inputs = StepInputs(
             ids, positions, slots, plans, logit_rows, [], score_rows, [], shared_read_tokens=0
         )
-        return ToldStep(self._inputs, None, num_ids)
+        return StepMessage(self._inputs, None, num_ids)

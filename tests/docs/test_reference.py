@@ -18,6 +18,8 @@ from tests.docs.blocks import DOCS
 
 PACKAGE = DOCS.parent / "onestem"
 ANY = "\0"  # what a message fills in
+# Files and folders of the repository, as pages name them.
+NAMED = re.compile(r"`([\w./-]+\.(?:py|cpp|h)|(?:csrc|docs|lab|onestem|scripts|tests)/[\w./-]*)`")
 
 
 def loaded(path: str) -> ModuleType:
@@ -98,7 +100,7 @@ def test_the_linter_of_prose_sees_what_it_is_to_see():
     words = list(prose.words_of(prose.STYLE.read_text()))
     assert len(words) > 10
     text = (
-        "Stands behind it. `a. B` is X.\n\n```sh\nbehind it\n```\n\n* One\n  two.\n* "
+        "Hides behind it. `a. B` is X.\n\n```sh\nbehind it\n```\n\n* One\n  two.\n* "
         + "w " * 41
         + "\n"
     )
@@ -114,12 +116,14 @@ def test_the_linter_of_prose_sees_what_it_is_to_see():
         "150: the page has 150 lines, limit is 149"
     ]
     assert not list(prose.too_long("line\n" * 149, 150))
+    assert not list(prose.too_wordy("| a word | - |\n" * 900))
+    assert "1801 words" in next(prose.too_wordy("word\n" * 1801))
 
 
 def test_the_linter_of_prose_reads_docstrings_helps_and_errors():
     prose = loaded("scripts/prose")
     words = list(prose.words_of(prose.STYLE.read_text()))
-    source = '''"""It stands
+    source = '''"""It hides
 behind it.
 
 Args:
@@ -135,3 +139,36 @@ text = "so many"
     assert [(one.line, one.words) for one in found][:3] == [(1, 4), (5, 4), (7, 1)]
     faults = [fault.partition(": say")[0] for fault in prose.check(found, words, 40)]
     assert faults == ["1: 'behind'", "5: 'so many'", "10: 'behind'", "9: 'just'"]
+
+
+def test_words_for_people_are_no_words_for_things():
+    prose = loaded("scripts/prose")
+    words = list(prose.words_of(prose.STYLE.read_text()))
+    things = (
+        "Rows who decode.", "Who waits holds a future.", "All who run are preempted.",
+        "It is for who asks.", "Rows are made anew.", "A step is told by arrays.",
+        "A key stands twice.",
+    )  # fmt: skip
+    people = (
+        "Who reads it?", "Somebody who asks.", "Say who does what.", "Users are told that it ends.",
+        "A slot stands for a token.", "The text is taken as it stands.",
+    )  # fmt: skip
+    for text in things:
+        assert list(prose.check([prose.Sentence(1, text)], words, 40)), text
+    for text in people:
+        assert not list(prose.check([prose.Sentence(1, text)], words, 40)), text
+    (error,) = prose.sentences_of_code('raise ValueError("a key stands twice")')
+    assert not list(prose.check([error], words, 40))
+
+
+def test_files_that_pages_name_are_there():
+    root = DOCS.parent
+    folders = ("csrc", "docs", "examples", "lab", "onestem", "scripts", "tests", "training")
+    there = [path for folder in folders for path in (root / folder).rglob("*")]
+    files = [*(f"/{one}" for one in folders), *(f"/{path.relative_to(root)}" for path in there)]
+    pages = [*DOCS.rglob("*.md"), *(root / f"{name}.md" for name in ("README", "CONTRIBUTING"))]
+    for page in pages:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for name in NAMED.findall(text):
+            file = name.rstrip("/")
+            assert any(one.endswith(f"/{file}") for one in files), f"{page.name}: {name}"

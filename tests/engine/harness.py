@@ -92,10 +92,11 @@ def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], N
     that it sees, and log-probabilities over the whole vocabulary."""
     sample = engine.launcher.sample
 
-    def watched(order, edits, logits):
-        slots, scores = order.slots, order.inputs.scores
+    def watched(batch_rows, changes, logits):
+        table, scores = batch_rows.table, batch_rows.inputs.scores
         rows = [
-            (slots.sequences[slot], slots.num_launched(slot) - 1) for slot in order.sampled.tolist()
+            (table.sequences[sid], table.num_launched(sid) - 1)
+            for sid in batch_rows.sampled.tolist()
         ]
         for span in scores:
             wanted = span.sequence.scoring.rows[span.first : span.end]
@@ -106,7 +107,7 @@ def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], N
         for (sequence, index), one in zip(rows, values, strict=True):
             if sequence is not None:
                 note(sequence, index, one)
-        return sample(order, edits, logits)
+        return sample(batch_rows, changes, logits)
 
     engine.launcher.sample = watched
 

@@ -54,9 +54,9 @@ class Simulation:
         self.draft = StepDraft()
         self.scheduler.decide(self.draft, self)
         assert not self.draft.waits
-        edits = self.draft.edits
-        rows = [*self.sequences, *edits.enter]
-        chunks = edits.chunks
+        changes = self.draft.changes
+        rows = [*self.sequences, *changes.enter]
+        chunks = changes.chunks
         if not rows and not chunks:
             return False
         self.steps += 1

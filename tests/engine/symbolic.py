@@ -36,7 +36,7 @@ class SymbolicRunner:
         self.depth = 1
         self.may_be_interrupted = True
 
-    def prepare(self, inputs, change):
+    def prepare(self, inputs, new_pages):
         return {}
 
     def run(self, inputs, prepared, ids) -> Logits:

@@ -15,9 +15,9 @@ import pytest
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.rows import SamplingRow
 from onestem.engine.schedule.draft import StepDraft
-from onestem.engine.sequence import Chunk, Edits, RequestState, ScoreSpan, Scoring, Sequence
-from onestem.engine.step.launch import Flight
-from onestem.engine.step.slots import Slots
+from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Scoring, Sequence, StepChanges
+from onestem.engine.step.launch import InFlightStep
+from onestem.engine.step.sequence_table import SequenceTable
 from onestem.llm import LLM
 from onestem.request import (
     CompletionOutput,
@@ -34,7 +34,8 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OF_A_REQUEST = (
     Request, RequestState, Sequence, SamplingRow, SamplingParams, Scoring,
-    ScoreSpan, Chunk, Edits, StepDraft, Flight, RequestOutput, CompletionOutput, RankedLogprobs,
+    ScoreSpan, Chunk, StepChanges, StepDraft, InFlightStep, RequestOutput,
+    CompletionOutput, RankedLogprobs,
 )  # fmt: skip
 SCHEMA = {
     "type": "json_schema",
@@ -196,7 +197,7 @@ def test_errors(llm, monkeypatch, caplog, steps_that_fail):
 
     def run() -> None:
         engine = llm.engine
-        put = Slots.put
+        put = SequenceTable.put
 
         def failing(self, sequence, computed):
             if sequence.state.request.request_id == "bad":
@@ -204,7 +205,7 @@ def test_errors(llm, monkeypatch, caplog, steps_that_fail):
             return put(self, sequence, computed)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Slots, "put", failing)
+            patched.setattr(SequenceTable, "put", failing)
             engine.add_request(request("bad", n=2, logprobs=2))
             engine.add_request(request("good", n=2, logprobs=2))
             ends = {o.request_id: o.outputs[0].finish_reason for o in drain(engine)}

@@ -36,7 +36,7 @@ def counted(engine: Engine) -> dict[str, int]:
         setattr(owner, name, counting)
 
     count(engine.scheduler, "decide")
-    count(engine.order, "apply")
+    count(engine.batch_rows, "apply")
     count(engine.launcher, "forward")
     count(engine.launcher, "sample")
     count(engine.results, "commit")
@@ -98,7 +98,7 @@ class Blank:
     def check(self) -> None:
         pass
 
-    def prepare(self, inputs, change):
+    def prepare(self, inputs, new_pages):
         return {}
 
     def run(self, inputs, prepared, ids) -> Logits:
@@ -117,7 +117,7 @@ def python_calls(rows: int, streamed: int) -> float:
             stream=i < streamed,
         )
         engine.add_request(one)
-    while len(engine.order) < rows:
+    while len(engine.batch_rows) < rows:
         engine.step()
     engine.step()
     counts = []

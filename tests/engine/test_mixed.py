@@ -24,9 +24,9 @@ def fast(engine):
     """An engine whose steps all take a second, so that its decisions do not depend on the clock."""
     note, numbers = engine.scheduler.note_step, itertools.count()
 
-    def noted(edits, began, ended):
+    def noted(changes, began, ended):
         second = next(numbers)
-        return note(edits, second, second + 1)
+        return note(changes, second, second + 1)
 
     engine.scheduler.note_step = noted
     return engine
@@ -167,13 +167,13 @@ def test_a_newcomers_first_step_is_its_own(room: int):
     engine.requests.add_job("j", [request(f"j{i}", [i % 7] * 9, max_tokens=30) for i in range(40)])
     for _ in range(12):
         engine.step()
-    assert len(engine.order) > 0
+    assert len(engine.batch_rows) > 0
     engine.add_request(request("a", [7, 6, 5], max_tokens=3, stream=True))
     engine.step()
-    chunks = engine.order.chunks
+    chunks = engine.batch_rows.chunks
     assert "a" in {chunk.sequence.state.request.request_id for chunk in chunks}
     job_rows = sum(chunk.end - chunk.start for chunk in chunks if chunk.sequence.is_job)
-    job_rows += sum(sequence.is_job for sequence in engine.order.sequences)
+    job_rows += sum(sequence.is_job for sequence in engine.batch_rows.sequences)
     assert job_rows <= engine.scheduler.jobs.share.limit == 1
     assert len(drain(engine)) == 41
 
@@ -182,7 +182,7 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
     """It may be admitted again in the same step, as a prompt; it has no row then."""
     engine = make_symbolic(num_pages=200, page_size=4, share="off", max_step_tokens=6)
     engine.requests.add_job("j", [request(f"j{i}", [i, 2, 3] * 4, max_tokens=30) for i in range(3)])
-    while len(engine.order) < 3:
+    while len(engine.batch_rows) < 3:
         engine.step()
     scheduler = engine.scheduler
     newest = scheduler.running[-1]
@@ -190,7 +190,7 @@ def test_one_that_pauses_and_loses_its_memory_does_not_come_back_as_it_was():
 
     def pausing(draft):
         choose(draft)
-        draft.edits.leave = [newest]
+        draft.changes.leave = [newest]
         scheduler.room.preempt(newest)
         draft.forget(newest)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from onestem.engine.step.order import Order
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.errors import OnestemError
 from onestem.ops.plan import END, FIRST, RUN, STEP
 from tests.engine.harness import check
@@ -131,13 +131,13 @@ def test_the_exactness_check_sees(tiny, expected, monkeypatch, family, name):
 
 def mutate_steps(monkeypatch, mutate):
     """Change what each step is."""
-    apply = Order.apply
+    apply = BatchRows.apply
 
-    def mutated(self, edits):
-        apply(self, edits)
+    def mutated(self, changes):
+        apply(self, changes)
         self.inputs, self.change = mutate(self.inputs), None
 
-    monkeypatch.setattr(Order, "apply", mutated)
+    monkeypatch.setattr(BatchRows, "apply", mutated)
 
 
 def test_without_a_mutation_it_passes(tiny, expected, monkeypatch):

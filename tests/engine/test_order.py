@@ -11,7 +11,7 @@ import torch
 
 from onestem.engine.engine import Engine
 from onestem.engine.sampling.pending import Pending
-from onestem.engine.step.order import Order
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
@@ -24,13 +24,13 @@ def at_depth(engine: Engine, depth: int) -> Engine:
 
 def made_anew(engine: Engine) -> Engine:
     """The same with all rows laid out from their sequences at every step."""
-    apply = engine.order.apply
+    apply = engine.batch_rows.apply
 
-    def rebuilt(edits):
-        engine.order.rebuild()
-        apply(edits)
+    def rebuilt(changes):
+        engine.batch_rows.rebuild()
+        apply(changes)
 
-    engine.order.apply = rebuilt
+    engine.batch_rows.apply = rebuilt
     return engine
 
 
@@ -44,7 +44,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     watch = Watch()
-    rebuild, insert = Order.rebuild, Order._insert
+    rebuild, insert = BatchRows.rebuild, BatchRows._insert
 
     def rebuilt(self, newcomers=()):
         watch.rebuilds += 1
@@ -55,8 +55,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         watch.inserted += len(group) * found
         return found
 
-    monkeypatch.setattr(Order, "rebuild", rebuilt)
-    monkeypatch.setattr(Order, "_insert", inserted)
+    monkeypatch.setattr(BatchRows, "rebuild", rebuilt)
+    monkeypatch.setattr(BatchRows, "_insert", inserted)
     return watch
 
 
@@ -215,7 +215,7 @@ def test_who_joins_answers_as_alone(tiny, watch: Watch, model: str, share: str, 
 
 def shared_spans(engine: Engine) -> list[list[int]]:
     """First row and number of rows of each span that several rows see."""
-    spans = engine.order.inputs.plans[None].spans
+    spans = engine.batch_rows.inputs.plans[None].spans
     return sorted(spans[spans[:, 1] > 1][:, :2].tolist())
 
 
@@ -231,15 +231,15 @@ def test_who_leaves_leaves_no_gap_and_who_comes_stands_with_its_like(watch: Watc
         ended = engine.step()
     assert [output.request_id for output in ended] == ["5"]
     engine.step()
-    assert len(engine.order) == 6
+    assert len(engine.batch_rows) == 6
     assert shared_spans(engine) == [[0, 5]]
     rebuilds = watch.rebuilds
     engine.add_request(request(6, [*head, 7, 0], max_tokens=20))
     for _ in range(4):
         engine.step()
     assert watch.rebuilds == rebuilds
-    assert len(engine.order) == 7
-    names = [s.state.request.request_id for s in engine.order.sequences]
+    assert len(engine.batch_rows) == 7
+    names = [s.state.request.request_id for s in engine.batch_rows.sequences]
     assert set(names[:6]) == set("012346")
     # All of them see the head through one span.
     assert shared_spans(engine) == [[0, 6]]
@@ -262,7 +262,7 @@ def test_newcomers_behind_several_prefixes_stand_with_their_like() -> None:
         engine.step()
     for _ in range(3):
         engine.step()
-    spans = engine.order.inputs.plans[None].spans
+    spans = engine.batch_rows.inputs.plans[None].spans
     assert sorted(spans[spans[:, 4] == 80][:, 1].tolist()) == [4, 4]
     assert_as_alone(requests, drain(engine), {})
 

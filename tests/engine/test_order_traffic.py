@@ -241,7 +241,7 @@ def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
             engine.add_request(late.pop())
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         engine.check()
-        assert engine.has_unfinished() or not engine.launcher.flights
+        assert engine.has_unfinished() or not engine.launcher.in_flight
         if not late and not engine.has_unfinished():
             break
     assert_idle(engine)
@@ -254,7 +254,7 @@ def test_jobs_that_pause_where_memory_is_short(seed: int, depth: int) -> None:
 def test_random_traffic(monkeypatch: pytest.MonkeyPatch, seed: int, depth: int) -> None:
     """Newcomers that go on from running answers, salts, jobs, pinned prefixes, aborts and failures;
     all options of sampling; rows have their ids every few steps."""
-    monkeypatch.setattr("onestem.engine.step.slots.FLUSH_TOKENS", 3)
+    monkeypatch.setattr("onestem.engine.step.sequence_table.FLUSH_TOKENS", 3)
     rng = random.Random(seed)
     if seed % 2:
         with_grammars(monkeypatch, rng)

@@ -8,7 +8,7 @@ import pytest
 
 import onestem.engine.step.inputs as inputs_module
 from onestem.engine.modules.prompt import PmlPrompt, SequenceModules
-from onestem.engine.step.order import Order
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.errors import OnestemError
 from tests.engine.pml_harness import check_pml
 
@@ -76,13 +76,13 @@ def jump_ignored(monkeypatch):
 def answer_shifted(monkeypatch):
     """Decodes stand one position too high."""
 
-    apply = Order.apply
+    apply = BatchRows.apply
 
-    def mutated(self, edits):
-        apply(self, edits)
+    def mutated(self, changes):
+        apply(self, changes)
         self.inputs.positions[: len(self)] += 1
 
-    monkeypatch.setattr(Order, "apply", mutated)
+    monkeypatch.setattr(BatchRows, "apply", mutated)
 
 
 MUTATIONS = {

@@ -178,7 +178,7 @@ def test_a_waiting_request_takes_over_from_one_that_left():
 def prompt_rows(simulation: Simulation) -> dict[str, int]:
     """Rows that each prompt has in the next step."""
     assert simulation.step()
-    chunks = simulation.draft.edits.chunks
+    chunks = simulation.draft.changes.chunks
     return {c.sequence.state.request.request_id: c.end - c.start for c in chunks}
 
 

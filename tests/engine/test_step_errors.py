@@ -15,11 +15,11 @@ from onestem.engine.schedule.chunks import PromptChunks
 from onestem.engine.schedule.room import Room
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Sequence
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.inputs import DecodeLayout
 from onestem.engine.step.launch import Launcher
-from onestem.engine.step.order import Order
 from onestem.engine.step.results import Results
-from onestem.engine.step.slots import Slots
+from onestem.engine.step.sequence_table import SequenceTable
 from onestem.engine.step.suspects import MAX_FAILURES
 from onestem.request import Request
 from tests.engine.harness import assert_idle
@@ -29,10 +29,10 @@ from tests.engine.test_order import at_depth
 pytestmark = pytest.mark.steps_fail
 
 
-def of_order(order: Order) -> Iterable[Sequence | None]:
+def of_order(batch_rows: BatchRows) -> Iterable[Sequence | None]:
     """Whose rows a step has."""
-    yield from order.sequences
-    yield from (chunk.sequence for chunk in order.chunks)
+    yield from batch_rows.sequences
+    yield from (chunk.sequence for chunk in batch_rows.chunks)
 
 
 # Where it is raised, and whose work it is there, by the call's arguments.
@@ -42,18 +42,20 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Iterable[Sequence | None]]]] = {
     "reserve": (Room, "reserve_rows", lambda self, draft, sequences: sequences),
     "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence: [sequence]),
     "lay out": (DecodeLayout, "add_own", lambda self, sequences: sequences),
-    "give a slot": (Slots, "put", lambda self, sequence, *_: [sequence]),
-    "apply": (Order, "apply", lambda self, edits: [c.sequence for c in edits.chunks]),
-    "forward": (Launcher, "forward", lambda self, order: of_order(order)),
+    "give a row": (SequenceTable, "put", lambda self, sequence, *_: [sequence]),
+    "apply": (BatchRows, "apply", lambda self, changes: [c.sequence for c in changes.chunks]),
+    "forward": (Launcher, "forward", lambda self, batch_rows: of_order(batch_rows)),
     "sample": (
         Launcher,
         "sample",
-        lambda self, order, *_: [order.slots.sequences[slot] for slot in order.sampled],
+        lambda self, batch_rows, *_: [
+            batch_rows.table.sequences[sid] for sid in batch_rows.sampled
+        ],
     ),
     "commit": (
         Results,
         "_take_samples",
-        lambda self, flight, _: [self._slots.sequences[slot] for slot in flight.slots],
+        lambda self, step, _: [self._table.sequences[sid] for sid in step.sids],
     ),
 }
 

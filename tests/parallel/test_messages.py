@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onestem.parallel.lead import LeadRunner
-from onestem.parallel.messages import Reader, ToldCall, ToldStep, call
+from onestem.parallel.messages import CallMessage, Reader, StepMessage, call
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
 
@@ -25,8 +25,8 @@ class ToldTeam:
 
     def tell(self, message: bytes) -> None:
         told = self.reader.read(message)
-        assert isinstance(told, ToldStep)
-        self.sizes[told.change is None].append(len(message))
+        assert isinstance(told, StepMessage)
+        self.sizes[told.new_pages is None].append(len(message))
         assert not self.blocks, "logits that rank 0 has not made"
         logits = self.runner.run(told.inputs, None, None)
         self.blocks = [block.numpy() for block in [*logits.samples, *logits.scored]]
@@ -120,4 +120,6 @@ def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
 
 
 def test_calls():
-    assert Reader(()).read(call("load", "path", {"a": 1})) == ToldCall("load", ("path", {"a": 1}))
+    assert Reader(()).read(call("load", "path", {"a": 1})) == CallMessage(
+        "load", ("path", {"a": 1})
+    )

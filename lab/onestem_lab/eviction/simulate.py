@@ -21,7 +21,7 @@ from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import HybridQueue, PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.schedule.throttle import StepLimits
-from onestem.engine.sequence import Edits, Sequence
+from onestem.engine.sequence import Sequence, StepChanges
 from onestem.pml import CompiledPrompt, Segment
 from onestem.request import Request, SamplingParams
 from onestem_lab.eviction.traces import Ask
@@ -67,7 +67,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: dict[Sequence, None] = {}
-        self._slots: dict[int, Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
 
     @property
@@ -81,16 +81,16 @@ class Rows:
         return [sequence for sequence in self.rows if sequence.next_place % PAGE == 0]
 
     def put(self, sequence: Sequence) -> None:
-        sequence.slots, sequence.slot = self, next(self._numbers)
-        self._slots[sequence.slot] = sequence
+        sequence.table, sequence.sid = self, next(self._numbers)
+        self._sequences[sequence.sid] = sequence
 
     def release(self, sequence: Sequence) -> None:
         self.rows.pop(sequence, None)
-        del self._slots[sequence.slot]
-        sequence.slots, sequence.slot = None, -1
+        del self._sequences[sequence.sid]
+        sequence.table, sequence.sid = None, -1
 
-    def num_launched(self, slot: int) -> int:
-        return len(self._slots[slot].tokens) - 1
+    def num_launched(self, sid: int) -> int:
+        return len(self._sequences[sid].tokens) - 1
 
 
 class Simulation:
@@ -173,16 +173,16 @@ class Simulation:
     def _step(self) -> None:
         draft = StepDraft()
         self._scheduler.decide(draft, self._rows)
-        edits = draft.edits
-        assert not edits.unfit
-        for chunk in edits.chunks:
+        changes = draft.changes
+        assert not changes.unfit
+        for chunk in changes.chunks:
             self._note_admitted(self._ask(chunk.sequence))
-        for sequence in edits.leave:
+        for sequence in changes.leave:
             self._rows.rows.pop(sequence)
-        self._rows.rows.update((sequence, None) for sequence in edits.enter)
-        self.now += STEP_SECONDS + self._compute(edits)
+        self._rows.rows.update((sequence, None) for sequence in changes.enter)
+        self.now += STEP_SECONDS + self._compute(changes)
         samples = list(self._rows.rows)
-        for chunk in edits.chunks:
+        for chunk in changes.chunks:
             samples += chunk.samples
             for sequence in chunk.samples:
                 self._rows.put(sequence)
@@ -198,10 +198,10 @@ class Simulation:
             wait = self.now - self._came.get(ask, self.now)
             self.result.longest_wait = max(self.result.longest_wait, wait)
 
-    def _compute(self, edits: Edits) -> float:
+    def _compute(self, changes: StepChanges) -> float:
         """Seconds of a step's prompts."""
         total = 0.0
-        for chunk in edits.chunks:
+        for chunk in changes.chunks:
             imports = chunk.sequence.imports if chunk.module is None else ()
             seen = sum(one.in_use for one in imports)
             self.result.computed += chunk.end - chunk.start
@@ -214,7 +214,7 @@ class Simulation:
         sequence.extend((int(ask.answer[sequence.num_output]),))
         if sequence.num_left > 0:
             return
-        sequence.leave_slot()
+        sequence.leave_table()
         sequence.finish_reason = "length"
         self._scheduler.finish(sequence)
         self._factory.states.pop(sequence.state.request.request_id)

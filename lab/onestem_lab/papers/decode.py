@@ -157,7 +157,7 @@ def decode(llm: LLM, asked: Asked, new: int, enough: float = math.inf) -> Decode
 
 def _all_decode(llm: LLM, batch: int) -> bool:
     """Whether the last step was a decode of the whole batch, without chunks of prompts."""
-    return len(llm.engine.order) == batch and not llm.engine.order.chunks
+    return len(llm.engine.batch_rows) == batch and not llm.engine.batch_rows.chunks
 
 
 def drawn(llm: LLM, batch: int, prefix: int, kinds: int, own: int) -> Asked:

@@ -29,7 +29,7 @@ class Bench:
             (of a command that was stopped) is used.
         stay: engines are loaded (`load`) before the runs that are kept, and stay so: their turns
             follow each other closely. All must fit in memory together. Otherwise each run loads
-            anew.
+            them again.
     """
 
     def __init__(

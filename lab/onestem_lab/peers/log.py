@@ -18,7 +18,7 @@ class RunLog:
 
     Args:
         stem: path without ending; `answers` stands beside the log.
-        keep: go on with what is there; else begin anew.
+        keep: go on with what is there; else begin again.
     """
 
     def __init__(self, stem: Path, job: Job, *, keep: bool) -> None:

@@ -89,7 +89,7 @@ class Sampler:
             {"repetition_penalty": 1.1, "presence_penalty": 0.1},
         ]
         plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        # Kernels are compiled anew for one row, and for multiples of 16.
+        # Kernels are compiled again for one row, and for multiples of 16.
         for few in (*([kind] for kind in kinds), kinds, [kinds[i % len(kinds)] for i in range(16)]):
             rows = [
                 SamplingRow(SamplingParams(**{**plain, **kind}), seed=0, prompt_token_ids=(0,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from onestem.engine.sequence import Chunk, Edits, Sequence
+from onestem.engine.sequence import Chunk, Sequence, StepChanges
 
 __all__ = ["StepDraft"]
 
@@ -25,7 +25,7 @@ class StepDraft:
         only: no others have rows, or are admitted; None: all may.
 
     Attributes:
-        edits: the changes.
+        changes: what differs from the step before.
         left: rows that prompts may still have.
         waits: it lacks memory that may be freed by what is in flight.
         opened: ids of the interactive requests that it has taken from the queue.
@@ -36,7 +36,7 @@ class StepDraft:
     def __init__(
         self, *, may_preempt: bool = True, only: Container[Sequence] | None = None
     ) -> None:
-        self.edits = Edits()
+        self.changes = StepChanges()
         self.only = only
         self.may_preempt = may_preempt
         self.left = 0
@@ -63,13 +63,13 @@ class StepDraft:
     def add_chunk(self, chunk: Chunk) -> Chunk:
         """Add a chunk, before its tokens count as computed: `drop` takes them back wherever
         scheduling is interrupted."""
-        self.edits.chunks.append(chunk)
+        self.changes.chunks.append(chunk)
         self._chunked.add(chunk.sequence)
         return chunk
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has lost its memory."""
-        for some in (self.edits.enter, self.edits.leave):
+        for some in (self.changes.enter, self.changes.leave):
             if sequence in some:
                 some.remove(sequence)
         self.num_forks = None
@@ -83,7 +83,7 @@ class StepDraft:
         the tree's count of splits."""
         if self._is_launched:
             return
-        for chunk in self.edits.chunks:
+        for chunk in self.changes.chunks:
             if chunk.module is not None:
                 chunk.module.computed = min(chunk.module.computed, chunk.start)
             elif chunk.sequence.run is not None:

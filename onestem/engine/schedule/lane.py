@@ -20,7 +20,7 @@ _age = attrgetter("order")
 
 
 class Lane:
-    """Who runs, who computes a prompt, who decodes, and how many may.
+    """Which sequences run, compute a prompt or decode, and how many may.
 
     Args:
         is_job: whether it is the jobs'.
@@ -75,7 +75,7 @@ class Lane:
         """Whether a running sequence has rows in a step."""
         if sequence in self.prompts:
             return draft.has_chunk(sequence)
-        return sequence not in self.standing or sequence in draft.edits.enter
+        return sequence not in self.standing or sequence in draft.changes.enter
 
     def review(self, step: int, decodes: int | None) -> None:
         """Set its limit again, now and then. `decodes`: sequences of the lane before it that
@@ -88,38 +88,38 @@ class Lane:
 
     def choose_rows(self, draft: StepDraft) -> None:
         """Choose which sequences decode; only this method does."""
-        edits = draft.edits
+        changes = draft.changes
         if draft.only is not None:
-            edits.leave += [sequence for sequence in self.rows if not draft.tries(sequence)]
-            edits.enter += [sequence for sequence in self.standing if draft.tries(sequence)]
+            changes.leave += [sequence for sequence in self.rows if not draft.tries(sequence)]
+            changes.enter += [sequence for sequence in self.standing if draft.tries(sequence)]
             return
         if self.limit is None:
-            edits.enter += self.standing
+            changes.enter += self.standing
             self.num_paused = 0
             return
         free = self.limit - len(self.rows)
         if free < 0:
-            edits.leave += sorted(self.rows, key=_age)[free:]
-        edits.enter += sorted(self.standing, key=_age)[: max(0, free)]
+            changes.leave += sorted(self.rows, key=_age)[free:]
+        changes.enter += sorted(self.standing, key=_age)[: max(0, free)]
         self.num_paused = max(0, len(self.standing) + len(self.rows) - self.limit)
 
     def bound_prompts(self, draft: StepDraft) -> None:
         """Leave its prompts what rows its limit has beside those that decode."""
         if self.limit is None:
             return
-        entering = sum(sequence.is_job is self.is_job for sequence in draft.edits.enter)
-        rows = len(self.rows) - len(draft.edits.leave) + entering
+        entering = sum(sequence.is_job is self.is_job for sequence in draft.changes.enter)
+        rows = len(self.rows) - len(draft.changes.leave) + entering
         draft.left = min(draft.left, self.limit - rows)
         if draft.left <= 0:
             self.num_paused += len(self.prompts)
 
     def settle(self, draft: StepDraft) -> None:
         """Note which of its sequences have rows from this step on."""
-        for sequence in draft.edits.enter:
+        for sequence in draft.changes.enter:
             if sequence.is_job is self.is_job:
                 self.standing.pop(sequence, None)
                 self.rows[sequence] = None
-        for sequence in draft.edits.leave:
+        for sequence in draft.changes.leave:
             if sequence.is_job is self.is_job:
                 self.rows.pop(sequence, None)
                 if sequence.run is not None:

@@ -13,7 +13,7 @@ from onestem.engine.sequence import Sequence
 __all__ = ["ReservedPages"]
 
 
-# Steps after which the pages that running sequences will still need are counted anew. They become
+# Steps after which the pages that running sequences will still need are counted again. They become
 # fewer with time, but for new sequences, which are counted when admitted.
 COUNTED_STEPS = 16
 
@@ -84,7 +84,7 @@ class ReservedPages:
         return True
 
     def count(self, running: Iterable[Sequence]) -> None:
-        """Count anew, for all running sequences."""
+        """Count again, for all running sequences."""
         self._needs = {sequence: self._need(sequence) for sequence in running}
         needs = self._needs.values()
         self._soon = sum(need.soon for need in needs)
@@ -99,7 +99,7 @@ class ReservedPages:
             return
         for sequence in running:
             need = self._needs.get(sequence)
-            is_same = need is not None and need.now == 0 and need.rows <= 1 and sequence.slot >= 0
+            is_same = need is not None and need.now == 0 and need.rows <= 1 and sequence.sid >= 0
             if not is_same or sequence.num_left <= self._lookahead_tokens:
                 self.drop(sequence)
                 self.add(sequence)
@@ -152,7 +152,7 @@ class ReservedPages:
     def _need(self, sequence: Sequence) -> _Need:
         run, size = sequence.run, self._cache.pool.page_size
         assert run is not None
-        now = 0 if sequence.slot >= 0 else self._uncomputed(sequence)
+        now = 0 if sequence.sid >= 0 else self._uncomputed(sequence)
         if sequence.score_only:
             return _Need(-1, now, 0, 0, 0, now)
         rows, left = 1 + sequence.num_forks, sequence.known_left
@@ -162,7 +162,7 @@ class ReservedPages:
             return _Need(-1, now, rows, 0, 0, soon)
         if rows > 1 or run.pins > 1:  # each writes a run of its own
             return _Need(left, now, rows, 0, 0, soon)
-        place = run.offset + len(run.tokens) if sequence.slot < 0 else sequence.next_place
+        place = run.offset + len(run.tokens) if sequence.sid < 0 else sequence.next_place
         held = max(len(run.pages), -(-place // size))
         # What its planned group shares stays, and so does a page that begins with tokens before it.
         shared = max(0, sequence.state.request.group_prefix_tokens - run.start)

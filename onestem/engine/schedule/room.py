@@ -1,4 +1,4 @@
-"""KV memory for sequences: who is admitted, and who gives up memory for others."""
+"""KV memory for sequences: which are admitted, and which give up memory for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Room"]
 
 
 class Room:
-    """Who has memory. What is short is taken from the newest sequence, jobs first.
+    """Gives and takes memory. What is short is taken from the newest sequence, jobs first.
 
     Args:
         lanes: of running sequences; the last gives up its memory first.
@@ -221,7 +221,7 @@ class Room:
         """End a sequence for lack of memory."""
         self.finish(sequence)
         draft.forget(sequence)
-        draft.edits.unfit.append((sequence, reason))
+        draft.changes.unfit.append((sequence, reason))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's memory; its sampled tokens stay, and it is computed again."""
@@ -262,7 +262,7 @@ class Room:
         self.reserved.drop(sequence)
 
     def _detach(self, sequence: Sequence) -> None:
-        sequence.leave_slot()
+        sequence.leave_table()
         assert sequence.run is not None
         self._cache.disown(sequence.run, sequence)
         self._cache.unpin(sequence.run)

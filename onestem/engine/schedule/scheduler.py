@@ -15,7 +15,7 @@ from onestem.engine.schedule.reserved import ReservedPages
 from onestem.engine.schedule.room import Room
 from onestem.engine.schedule.throttle import JobShare, StepLimits
 from onestem.engine.schedule.waiting import WaitingLine
-from onestem.engine.sequence import Edits, Sequence
+from onestem.engine.sequence import Sequence, StepChanges
 
 if TYPE_CHECKING:
     from onestem.engine.schedule.admission import SequenceFactory
@@ -24,14 +24,14 @@ __all__ = ["Scheduler"]
 
 
 class DecodingRows(Protocol):
-    """The rows that decode at present (`onestem.engine.step.order`)."""
+    """The rows that decode at present (`onestem.engine.step.batch_rows`)."""
 
     def any_stays(self, leave: list[Sequence]) -> bool:
         """Whether a sequence decodes on, beside those that leave."""
         ...
 
     def page_ends(self) -> list[Sequence]:
-        """Sequences whose next token stands in a new page."""
+        """Sequences whose next token goes into a new page."""
         ...
 
 
@@ -155,7 +155,7 @@ class Scheduler:
             self._review_jobs()
         for lane in self._lanes:
             lane.choose_rows(draft)
-        self.room.reserve_rows(draft, [*rows.page_ends(), *draft.edits.enter])
+        self.room.reserve_rows(draft, [*rows.page_ends(), *draft.changes.enter])
         self._fill(draft)
 
     def _review_jobs(self) -> bool:
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, lane: Lane) -> Sequence | None:
         """Admit the next sequence of a lane if memory allows. Where it is short, what is reserved
-        is counted anew before that is noted."""
+        is counted again before that is noted."""
         admitted = self._admit_next(draft, lane)
         if admitted is not None or draft.waits or draft.only is not None:
             return admitted
@@ -266,14 +266,14 @@ class Scheduler:
 
     def _settle(self, draft: StepDraft) -> None:
         """Settle the chosen step: which sequences enter, leave, and sample after a prompt."""
-        edits = draft.edits
+        changes = draft.changes
         for lane in self._lanes:
             lane.settle(draft)
-        edits.decodes = self.interactive.num_decoding
-        edits.jobs = len(self.jobs.rows)
-        for chunk in edits.chunks:
+        changes.decodes = self.interactive.num_decoding
+        changes.jobs = len(self.jobs.rows)
+        for chunk in changes.chunks:
             sequence = chunk.sequence
-            edits.jobs += (chunk.end - chunk.start) * sequence.is_job
+            changes.jobs += (chunk.end - chunk.start) * sequence.is_job
             if chunk.module is None and chunk.end == len(sequence.tokens):
                 if not sequence.score_only:
                     chunk.samples = self._end_prompt(sequence)
@@ -314,28 +314,28 @@ class Scheduler:
         """Go on after a step that failed; what was in flight is lost. Sequences that lack a sample
         or a score are preempted, so that their last tokens are computed again. Others go on from
         what they have."""
-        lost = {one for chunk in draft.edits.chunks for one in chunk.samples}
+        lost = {one for chunk in draft.changes.chunks for one in chunk.samples}
         draft.drop(self.version)
         for lane in self._lanes:
             lane.rows.clear()
             lane.standing.clear()
             for sequence in list(lane.running):
-                sequence.leave_slot()
+                sequence.leave_table()
                 no_sample = sequence in lost or sequence.frontier >= len(sequence.tokens)
                 if no_sample or sequence.wants_scores:
                     self.room.preempt(sequence)
                 elif sequence not in lane.prompts:
                     lane.standing[sequence] = None
 
-    def note_step(self, edits: Edits, began: float, ended: float) -> float:
+    def note_step(self, changes: StepChanges, began: float, ended: float) -> float:
         """Note when a step began and ended, for `throttle`. Returns the seconds that it took."""
         seconds, self._ended = ended - max(self._ended, began), ended
-        kinds, self._kinds = self._kinds, (edits.decodes > 0, edits.jobs > 0)
-        self.limits.note(edits.prompt_rows, seconds)
+        kinds, self._kinds = self._kinds, (changes.decodes > 0, changes.jobs > 0)
+        self.limits.note(changes.prompt_rows, seconds)
         is_steady = kinds == self._kinds
-        if is_steady and edits.decodes and not edits.has_interactive_prompts:
+        if is_steady and changes.decodes and not changes.has_interactive_prompts:
             assert self.jobs.share is not None
-            self.jobs.share.note(edits.decodes, edits.jobs, seconds)
+            self.jobs.share.note(changes.decodes, changes.jobs, seconds)
         return seconds
 
     def finish(self, sequence: Sequence) -> None:
@@ -352,5 +352,5 @@ class Scheduler:
 
 def _has_rows(draft: StepDraft, rows: DecodingRows) -> bool:
     """Whether the step computes anything."""
-    edits = draft.edits
-    return bool(edits.chunks or edits.enter) or rows.any_stays(edits.leave)
+    changes = draft.changes
+    return bool(changes.chunks or changes.enter) or rows.any_stays(changes.leave)

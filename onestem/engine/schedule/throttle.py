@@ -95,7 +95,7 @@ class StepLimits:
         self._row = row if self._row is None else _mean(self._row, row)
 
     def forget(self) -> None:
-        """Measure the time of a row anew."""
+        """Measure the time of a row again."""
         self._row = None
 
 

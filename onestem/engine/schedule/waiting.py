@@ -1,4 +1,4 @@
-"""Who is admitted next: sequences that wait for memory, then the queue."""
+"""Which sequence is admitted next: sequences that wait for memory, then the queue."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class WaitingLine:
         return first if first is not None and first.is_job is jobs else None
 
     def _first(self) -> Sequence | None:
-        """The first that waits for KV memory; who waits for host memory holds up no others."""
+        """The first that waits for KV memory; those that wait for host memory hold up no others."""
         return self._answers.first_with_room(self._sequences)
 
     def _passes(self, request: Request) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Prepared, Runner
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
@@ -40,7 +40,7 @@ BATCH_SIZES = (
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 
-# Steps of decodes after which their work list is made anew: it was balanced for the lengths of its
+# Steps of decodes after which their work list is made again: it was balanced for the lengths of its
 # time, and own runs grow.
 LIST_STEPS = 16
 
@@ -165,20 +165,20 @@ class GraphRunner(Runner):
 
     # ----------------------------------------------------------------------------- a step
 
-    def prepare(self, inputs: StepInputs, change: Change | None) -> Prepared | _Shape:
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Prepared | _Shape:
         """What `run` takes: for a step of few rows its graph. A step of more, or whose work list
         does not fit in the fixed buffers, is launched kernel by kernel."""
         rows = len(inputs.positions)
         self._list_age += 1
-        if change is None or self._list_age >= LIST_STEPS or not self._listed:
+        if new_pages is None or self._list_age >= LIST_STEPS or not self._listed:
             self._listed = rows <= BATCH_SIZES[-1] and self._write_lists(inputs)
-            return self._shape(rows) if self._listed else super().prepare(inputs, change)
+            return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
             for workspace in self._workspaces.values():
                 assert workspace.work is not None
-                words = workspace.work.page_word(change.runs, change.page_index)
+                words = workspace.work.page_word(new_pages.runs, new_pages.page_index)
                 # Run and span i are row i's own, and each row is sampled from.
-                workspace.advance(inputs.logit_rows, words, change.pages)
+                workspace.advance(inputs.logit_rows, words, new_pages.pages)
         return self._shape(rows)
 
     def _shape(self, rows: int) -> _Shape:

@@ -1,6 +1,6 @@
 """A step's tensors: ids, positions, slots to write, the attention plan, rows that want logits.
 
-Decodes come first, then chunks of prompts; within each, rows stand in depth-first order of the
+Decodes come first, then chunks of prompts; within each, rows are in depth-first order of the
 tree, so that a run's rows are neighbours.
 """
 
@@ -14,13 +14,13 @@ import numpy as np
 from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
-from onestem.engine.step.slots import Columns
+from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
 
-__all__ = ["Change", "DecodeLayout", "Rows", "StepInputs", "join_prompts"]
+__all__ = ["DecodeLayout", "NewPages", "Rows", "StepInputs", "join_prompts"]
 
-# Page ids that a decode's own run may take before its plan must be laid out anew.
+# Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8
 
 
@@ -28,7 +28,7 @@ class Rows(Columns):
     """Rows that decode, int64 `[num_rows]` each.
 
     Attributes:
-        slot, generation: of the sequence.
+        sid, generation: of the sequence, in the `SequenceTable`.
         held: how many pages the plan's list of its own run has room for.
         offset, base: slot and index in the sequence of that run's first token, as they were when it
             was put into the plan; they hold also when the run is split.
@@ -37,8 +37,8 @@ class Rows(Columns):
     Run and span i of the plan are row i's own.
     """
 
-    NAMES = ("slot", "generation", "held", "offset", "base", "length")
-    slot: np.ndarray
+    NAMES = ("sid", "generation", "held", "offset", "base", "length")
+    sid: np.ndarray
     generation: np.ndarray
     held: np.ndarray
     offset: np.ndarray
@@ -71,7 +71,7 @@ class StepInputs:
     scores: list[ScoreSpan]
     shared_read_tokens: int
 
-    def advance(self, change: Change) -> None:
+    def advance(self, new_pages: NewPages) -> None:
         """Make the inputs of decodes those of the next step, in place: each row goes one token
         further, and so do its own run and span."""
         plan, count = next(iter(self.plans.values())), len(self.positions)  # plans share arrays
@@ -80,15 +80,15 @@ class StepInputs:
         plan.row_position[:] += 1
         plan.runs[:count, RUN_LEN] += 1
         plan.spans[:count, END] += 1
-        if len(change.runs):
-            self.slots[change.runs] = change.pages * plan.page_size
-            at = plan.runs[change.runs, RUN_PAGES] + change.page_index
-            plan.run_pages[at] = change.pages
+        if len(new_pages.runs):
+            self.slots[new_pages.runs] = new_pages.pages * plan.page_size
+            at = plan.runs[new_pages.runs, RUN_PAGES] + new_pages.page_index
+            plan.run_pages[at] = new_pages.pages
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """How a step of decodes differs from the one before it, where only lengths have changed.
+class NewPages:
+    """Pages that rows have taken since the step before, where only lengths have changed.
 
     Attributes:
         runs, page_index, pages: int64 `[m]`: the new token of row `runs[i]` is the first one in
@@ -115,7 +115,7 @@ def join_prompts(
 
 
 def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
-    """What rows are sorted by: those that import the same stand together."""
+    """What rows are sorted by: those that import the same are adjacent."""
     return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
 
 
@@ -149,7 +149,7 @@ class DecodeLayout:
         return sequences, own
 
     def add_own(self, sequences: list[Sequence]) -> Rows:
-        """Add the runs that sequences write, and a span over each, before all others. Their slots
+        """Add the runs that sequences write, and a span over each, before all others. Their sids
         and lengths are set later."""
         rows, builder = Rows(len(sequences)), self._builder
         runs = [sequence.run for sequence in sequences if sequence.run is not None]

@@ -14,25 +14,25 @@ from torch import Tensor
 
 from onestem.engine.sampling.pending import Pending, PendingBlocks, PendingLogprobs
 from onestem.engine.sampling.sampler import Sampler, Step
-from onestem.engine.sequence import Edits, ScoreSpan
-from onestem.engine.step.order import Order
+from onestem.engine.sequence import ScoreSpan, StepChanges
+from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.runner import Logits, Runner, StepRunner
 from onestem.garbage import keep_freed_memory
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
 
-__all__ = ["Flight", "Launcher", "make_runner"]
+__all__ = ["InFlightStep", "Launcher", "make_runner"]
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class InFlightStep:
     """What a launched step will give.
 
     Attributes:
-        edits: how it differed from the one before it.
-        slots, generations: int64 `[n]`, of each sample; a slot of another generation by now is
+        changes: how it differed from the one before it.
+        sids, generations: int64 `[n]`, of each sample; a sid of another generation by now is
             another sequence's.
-        num_released: slots that had been released when it was launched.
+        num_released: rows of the table that had been released when it was launched.
         last: bool `[n]`, samples after which their sequences may have no more.
         is_plain: no sample is looked at as it comes, unless it is an end-of-sequence id.
         num_decodes: samples of rows that decode; the others are the first after prompts.
@@ -41,8 +41,8 @@ class Flight:
         began: when it was launched, in seconds.
     """
 
-    edits: Edits
-    slots: NDArray[np.int64]
+    changes: StepChanges
+    sids: NDArray[np.int64]
     generations: NDArray[np.int64]
     num_released: int
     last: NDArray[np.bool_]
@@ -55,84 +55,86 @@ class Flight:
 
 
 class Launcher:
-    """Launches steps: the model's forward pass over the order's rows, then their samples.
+    """Launches steps: the model's forward pass over the batch's rows, then their samples.
 
     Attributes:
         runner: of the model.
         sampler: of their samples.
-        flights: steps that are not committed, the oldest first.
+        in_flight: steps that are not committed, the oldest first.
         began: when the last one was launched, in seconds.
     """
 
     def __init__(self, runner: StepRunner, sampler: Sampler) -> None:
         self.runner = runner
-        self.flights: list[Flight] = []
+        self.in_flight: list[InFlightStep] = []
         self.sampler = sampler
         self._steps: list[Step] = []  # how rows sample, while they stay the same: of each block
-        self._is_watched = True  # whether some are looked at as they come
+        self._needs_host = True  # whether some are looked at as they come
         self.began = 0.0
 
-    def follows(self, order: Order) -> bool:
+    def follows(self, batch_rows: BatchRows) -> bool:
         """Whether the step launched last samples the token of each row that decodes, or nothing is
         in flight: else what is in flight is taken before the next launch."""
-        return not self.flights or bool((order.slots.flight_row[order.rows.slot] >= 0).all())
+        return not self.in_flight or bool(
+            (batch_rows.table.launched_row[batch_rows.rows.sid] >= 0).all()
+        )
 
-    def forward(self, order: Order) -> Logits:
-        """Logits of the order's step."""
+    def forward(self, batch_rows: BatchRows) -> Logits:
+        """Logits of the step."""
         self.began = time.perf_counter()
-        prepared: Any = self.runner.prepare(order.inputs, order.change)
-        return self.runner.run(order.inputs, prepared, self._ids(order))
+        prepared: Any = self.runner.prepare(batch_rows.inputs, batch_rows.new_pages)
+        return self.runner.run(batch_rows.inputs, prepared, self._ids(batch_rows))
 
-    def _ids(self, order: Order) -> Tensor | None:
+    def _ids(self, batch_rows: BatchRows) -> Tensor | None:
         """The decodes' tokens on the device; None: the step's inputs have them."""
-        slots = order.rows.slot
-        if not self.flights or not len(order):
-            order.inputs.token_ids[: len(order)] = order.slots.last_id[slots]
+        sids = batch_rows.rows.sid
+        if not self.in_flight or not len(batch_rows):
+            batch_rows.inputs.token_ids[: len(batch_rows)] = batch_rows.table.last_id[sids]
             return None
-        sampled = self.flights[-1].sampled
+        sampled = self.in_flight[-1].sampled
         assert sampled is not None
-        rows = order.slots.flight_row[slots]
+        rows = batch_rows.table.launched_row[sids]
         if np.array_equal(rows, np.arange(len(rows))):
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
 
-    def sample(self, order: Order, edits: Edits, logits: Logits) -> Flight:
+    def sample(self, batch_rows: BatchRows, changes: StepChanges, logits: Logits) -> InFlightStep:
         """Sample and score the step's rows. Nothing is waited for."""
-        columns, slots = order.slots, order.sampled
+        table, sids = batch_rows.table, batch_rows.sampled
         with torch.inference_mode():
-            sampled = self._sample(order, logits.samples) if len(slots) else None
-            scored = self._score(order.inputs.scores, logits)
-        if order.change is None:
-            columns.note_launched(slots)
-            self._is_watched = bool(columns.is_watched[slots].any())
-        last = columns.computed[slots] >= columns.end[slots]
-        is_plain = not self._is_watched and len(order) == len(slots) and not last.any()
-        flight = Flight(
-            edits=edits,
-            slots=slots,
-            generations=order.generations,
-            num_released=columns.num_released,
+            sampled = self._sample(batch_rows, logits.samples) if len(sids) else None
+            scored = self._score(batch_rows.inputs.scores, logits)
+        if batch_rows.new_pages is None:
+            table.note_launched(sids)
+            self._needs_host = bool(table.needs_host[sids].any())
+        last = table.computed[sids] >= table.end[sids]
+        is_plain = not self._needs_host and len(batch_rows) == len(sids) and not last.any()
+        launched = InFlightStep(
+            changes=changes,
+            sids=sids,
+            generations=batch_rows.generations,
+            num_released=table.num_released,
             last=last,
             is_plain=is_plain,
-            num_decodes=len(order),
+            num_decodes=len(batch_rows),
             sampled=sampled,
-            scores=order.inputs.scores,
+            scores=batch_rows.inputs.scores,
             scored=scored,
             began=self.began,
         )
-        self.flights.append(flight)
-        return flight
+        self.in_flight.append(launched)
+        return launched
 
-    def _sample(self, order: Order, blocks: Iterable[Tensor]) -> PendingBlocks:
-        masked = self._masked(order)
-        if order.change is None or masked:
+    def _sample(self, batch_rows: BatchRows, blocks: Iterable[Tensor]) -> PendingBlocks:
+        masked = self._masked(batch_rows)
+        if batch_rows.new_pages is None or masked:
             self._steps = []
         parts: list[Pending] = []
         first = 0
         for logits in blocks:
             if len(parts) == len(self._steps):
-                rows = order.sampled[first : first + len(logits)]
-                self._steps.append(self._step(order, rows, [row - first for row in masked]))
+                rows = batch_rows.sampled[first : first + len(logits)]
+                self._steps.append(self._step(batch_rows, rows, [row - first for row in masked]))
             parts.append(self.sampler.launch(logits, self._steps[len(parts)]))
             first += len(logits)
             del logits  # before the next block is made
@@ -140,23 +142,23 @@ class Launcher:
             self._steps = []
         return PendingBlocks(parts)
 
-    def _step(self, order: Order, slots: NDArray[np.int64], masked: list[int]) -> Step:
-        """How these slots sample. `masked`: counted from the first of them; may be out of range."""
-        records, listed = order.slots.records[slots].copy(), slots.tolist()
-        records["token"] = (order.slots.computed - order.slots.num_prompt)[slots]
+    def _step(self, batch_rows: BatchRows, sids: NDArray[np.int64], masked: list[int]) -> Step:
+        """How these sids sample. `masked`: counted from the first of them; may be out of range."""
+        records, listed = batch_rows.table.records[sids].copy(), sids.tolist()
+        records["token"] = (batch_rows.table.computed - batch_rows.table.num_prompt)[sids]
         return Step(
             records,
-            lambda i: order.slots.sampling_row(listed[i]),
+            lambda i: batch_rows.table.sampling_row(listed[i]),
             self.sampler,
             masked=[row for row in masked if 0 <= row < len(listed)],
         )
 
-    def _masked(self, order: Order) -> list[int]:
+    def _masked(self, batch_rows: BatchRows) -> list[int]:
         """Samples that a grammar masks; the host has seen all their tokens."""
-        if not order.slots.masked:
+        if not batch_rows.table.masked:
             return []
-        found = np.flatnonzero(np.isin(order.sampled, list(order.slots.masked)))
-        return [i for i in found.tolist() if order.slots.fill_mask(int(order.sampled[i]))]
+        found = np.flatnonzero(np.isin(batch_rows.sampled, list(batch_rows.table.masked)))
+        return [i for i in found.tolist() if batch_rows.table.fill_mask(int(batch_rows.sampled[i]))]
 
     def _score(self, scores: list[ScoreSpan], logits: Logits) -> PendingLogprobs | None:
         if not scores:
@@ -171,7 +173,7 @@ class Launcher:
 
     def abandon(self) -> None:
         """Drop what is in flight, which is computed again."""
-        self.flights.clear()
+        self.in_flight.clear()
         self._steps = []
 
 

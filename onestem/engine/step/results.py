@@ -13,8 +13,8 @@ from onestem.engine.sampling.pending import Sampled, TakenChosen
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Sequence
-from onestem.engine.step.launch import Flight
-from onestem.engine.step.slots import Slots
+from onestem.engine.step.launch import InFlightStep
+from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
 from onestem.request import FinishReason, TokenLogprobs, why_masked
 
@@ -30,7 +30,7 @@ class Results:
 
     Args:
         scheduler: told of ends.
-        slots: of the sequences that sample.
+        table: of the sequences that sample.
         sampler: told of ends.
         eos_token_ids: tokens that end a sequence.
         stats: output tokens are counted there.
@@ -44,7 +44,7 @@ class Results:
         self,
         *,
         scheduler: Scheduler,
-        slots: Slots,
+        table: SequenceTable,
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],
         stats: EngineStats,
@@ -52,7 +52,7 @@ class Results:
         self.touched: dict[RequestState, None] = {}
         self.ended: list[RequestState] = []
         self._scheduler = scheduler
-        self._slots = slots
+        self._table = table
         self._sampler = sampler
         self._eos = eos_token_ids
         self._stats = stats
@@ -66,62 +66,62 @@ class Results:
             metrics.num_computed_tokens += rows
             self._stats.processed_prompt_tokens += rows
 
-    def commit(self, flight: Flight) -> None:
+    def commit(self, step: InFlightStep) -> None:
         """Take what a step has scored and sampled; wait for it, if it is not there yet."""
-        if flight.scored is not None:
-            self._take_scores(flight.scores, flight.scored.take())
-        if flight.sampled is not None:
-            self._take_samples(flight, flight.sampled.take())
+        if step.scored is not None:
+            self._take_scores(step.scores, step.scored.take())
+        if step.sampled is not None:
+            self._take_samples(step, step.sampled.take())
 
-    def _take_samples(self, flight: Flight, sampled: Sampled) -> None:
+    def _take_samples(self, step: InFlightStep, sampled: Sampled) -> None:
         """Take samples; those that are not looked at as they come, all at once."""
-        columns, slots, ids = self._slots, flight.slots, sampled.ids
+        table, sids, ids = self._table, step.sids, sampled.ids
         if (
-            flight.is_plain
-            and flight.num_released == columns.num_released
+            step.is_plain
+            and step.num_released == table.num_released
             and not sampled.status.any()
             and not any((ids == token).any() for token in self._eos)
         ):
-            self._keep(flight, sampled, np.ones(len(ids), bool))
-            columns.end_commit()
+            self._keep(step, sampled, np.ones(len(ids), bool))
+            table.end_commit()
             return
-        rows = columns.generation[slots] == flight.generations
+        rows = table.generation[sids] == step.generations
         bad = sampled.status != STATUS_OK
         if bad.any():
             for i in np.flatnonzero(rows & bad).tolist():
-                self._end_without_token(self._sequence(slots[i]), int(sampled.status[i]))
+                self._end_without_token(self._sequence(sids[i]), int(sampled.status[i]))
             rows &= ~bad
         stops = np.zeros(len(ids), bool)
         for token in self._eos:
             stops |= ids == token
-        stops &= rows & (columns.heeds_eos[slots] > 0)
-        shown = rows & ((columns.is_watched[slots] > 0) | flight.last | stops)
-        shown[flight.num_decodes :] = rows[flight.num_decodes :]
-        self._keep(flight, sampled, rows & ~shown)
-        columns.last_id[slots[shown]] = ids[shown]
+        stops &= rows & (table.stops_at_eos[sids] > 0)
+        shown = rows & ((table.needs_host[sids] > 0) | step.last | stops)
+        shown[step.num_decodes :] = rows[step.num_decodes :]
+        self._keep(step, sampled, rows & ~shown)
+        table.last_id[sids[shown]] = ids[shown]
         for i in np.flatnonzero(shown).tolist():
-            ending: FinishReason | None = "length" if flight.last[i] else None
-            if not columns.is_watched[slots[i]]:
-                self._slots.flush(int(slots[i]))
+            ending: FinishReason | None = "length" if step.last[i] else None
+            if not table.needs_host[sids[i]]:
+                self._table.flush(int(sids[i]))
             self._take(
-                self._sequence(slots[i]),
+                self._sequence(sids[i]),
                 int(ids[i]),
                 sampled.entries.get(i),
                 "stop" if stops[i] else ending,
             )
-        self._slots.end_commit()
+        self._table.end_commit()
 
-    def _keep(self, flight: Flight, sampled: Sampled, rows: NDArray[np.bool_]) -> None:
+    def _keep(self, step: InFlightStep, sampled: Sampled, rows: NDArray[np.bool_]) -> None:
         """Keep samples of bool `rows`, which are not looked at as they come."""
-        slots = flight.slots[rows]
-        self._slots.note_committed(slots, sampled.ids[rows])
-        self._stats.output_tokens += len(slots)
+        sids = step.sids[rows]
+        self._table.note_committed(sids, sampled.ids[rows])
+        self._stats.output_tokens += len(sids)
         for i, entry in sampled.entries.items():
             if rows[i]:
-                self._slots.note_entry(int(flight.slots[i]), entry)
+                self._table.note_entry(int(step.sids[i]), entry)
 
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self._slots.sequences[slot]
+    def _sequence(self, sid: int) -> Sequence:
+        sequence = self._table.sequences[sid]
         assert sequence is not None
         return sequence
 
@@ -227,14 +227,14 @@ class Results:
 
     def end_unsampled(self) -> None:
         """End sequences that cannot be sampled."""
-        broken, self._slots.broken = self._slots.broken, []
+        broken, self._table.broken = self._table.broken, []
         for sequence, error in broken:
             if sequence.finish_reason is None:
                 self.end_broken(sequence, error)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence: complete its text and release its runs."""
-        sequence.leave_slot()
+        sequence.leave_table()
         sequence.finish_reason = reason
         try:
             if not sequence.score_only:
@@ -245,7 +245,7 @@ class Results:
 
     def end_broken(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence, and no other, for an error that is its own."""
-        sequence.leave_slot()
+        sequence.leave_table()
         self._note_broken(sequence, error)
         self._let_go(sequence)
 

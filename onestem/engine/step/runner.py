@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.engine.step.inputs import Change, StepInputs
+from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.updates import write_tensors
@@ -62,7 +62,7 @@ class StepRunner(Protocol):
     windows: tuple[int | None, ...]
     kv_pages: list[tuple[Tensor, Tensor]]
 
-    def prepare(self, inputs: StepInputs, change: Change | None) -> Any: ...
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any: ...
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits: ...
     def check(self) -> None: ...
     def on_device(self, values: np.ndarray) -> Tensor: ...
@@ -164,9 +164,9 @@ class Runner:
     def _page_tensors(self) -> list[Tensor]:
         return [tensor for pair in self.kv_pages for tensor in pair]
 
-    def prepare(self, inputs: StepInputs, change: Change | None) -> Any:
-        """Make the step's plans ready, the same for all layers: what `run` takes. `change`: how it
-        differs from the step before; None: also in what rows see."""
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any:
+        """Make the step's plans ready, the same for all layers: what `run` takes. `new_pages`:
+        since the step before; None: rows, or what they see, have changed too."""
         if self.share == "no-attention":
             return {}
         together = self.share != "storage"

@@ -70,6 +70,6 @@ class Suspects:
 def _position(sequence: Sequence) -> int:
     """Tokens of a sequence whose rows were launched; of one that lost its memory, those before its
     next token's row."""
-    if sequence.slot >= 0:
+    if sequence.sid >= 0:
         return sequence.num_launched
     return sequence.frontier if sequence.run is not None else len(sequence.tokens) - 1

@@ -1,7 +1,7 @@
-"""Slots: what steps must know of each sequence that samples, in columns.
+"""What steps must know of each sequence that samples, in columns.
 
-A sequence has a slot from the launch that samples its first token until it ends or is preempted.
-Which rows a step has, and in which order, is another matter (`onestem.engine.step.order`).
+A sequence has a row from the launch that samples its first token until it ends or is preempted.
+Which rows a step has, and in which order, is another matter (`onestem.engine.step.batch_rows`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onestem.engine.sequence import Sequence
 from onestem.ops.sampling import IDLE, ROW
 from onestem.request import TokenLogprobs
 
-__all__ = ["Columns", "Slots"]
+__all__ = ["Columns", "SequenceTable"]
 
 
 class Columns:
@@ -68,45 +68,45 @@ class Columns:
 FLUSH_TOKENS = 64
 
 
-class Slots(Columns):
-    """The slots of an engine.
+class SequenceTable(Columns):
+    """The sequences of an engine that sample, each in a row `sid`.
 
     Args:
         sampler: makes the rows' records.
         eos_token_ids: of the model.
 
-    Attributes, each int64 `[num_slots]`:
-        generation: grows when the slot is released: what was launched before is another's.
+    Attributes, each int64 `[size]`:
+        generation: grows when the row is released: what was launched before is another's.
         computed: tokens of the sequence whose rows were launched.
         end: `computed` after the last row that may be launched.
         num_prompt: of the tokens, those that were not sampled.
         last_id: the sequence's last token that is known.
-        flight_row: which sample of the step launched last it is; -1: none.
+        launched_row: which sample of the step launched last it is; -1: none.
         flushed: up to which commit the sequence has its tokens.
-        is_watched, heeds_eos: 1 where each token is looked at as it comes; where one of the model's
-            end-of-sequence ids ends it.
+        needs_host: 1 where each token is looked at as it comes.
+        stops_at_eos: 1 where one of the model's end-of-sequence ids ends it.
 
     Others:
-        records: `ROW` `[num_slots]`, how each samples; `token` is set at a launch.
-        sequences: of each slot; None where it is free.
-        masked: slots of sequences with a grammar.
-        num_released: how many slots were released so far.
+        records: `ROW` `[size]`, how each samples; `token` is set at a launch.
+        sequences: of each row; None where it is free.
+        masked: rows of sequences with a grammar.
+        num_released: how many rows were released so far.
         broken: sequences whose row the sampler cannot make, and why: they are to be ended.
     """
 
     NAMES = (
-        "generation", "computed", "end", "num_prompt", "last_id", "flight_row", "flushed",
-        "is_watched", "heeds_eos",
+        "generation", "computed", "end", "num_prompt", "last_id", "launched_row", "flushed",
+        "needs_host", "stops_at_eos",
     )  # fmt: skip
     generation: np.ndarray
     computed: np.ndarray
     end: np.ndarray
     num_prompt: np.ndarray
     last_id: np.ndarray
-    flight_row: np.ndarray
+    launched_row: np.ndarray
     flushed: np.ndarray
-    is_watched: np.ndarray
-    heeds_eos: np.ndarray
+    needs_host: np.ndarray
+    stops_at_eos: np.ndarray
 
     def __init__(self, sampler: Sampler, eos_token_ids: Seq[int]) -> None:
         super().__init__()
@@ -119,37 +119,37 @@ class Slots(Columns):
         self._tokens = np.zeros((FLUSH_TOKENS, 0), np.int64)  # of each commit; -1: none
         self._entries: dict[int, list[TokenLogprobs]] = {}
         self.num_released = 0
-        self._commits = 0  # since all slots were flushed
+        self._commits = 0  # since all rows were flushed
         self._free: list[int] = []
 
     def put(self, sequence: Sequence, computed: int) -> int:
-        """Give a sequence a slot and return it. `computed`: its tokens whose rows are launched;
-        where its next token's is launched too, `note_launched` is called."""
+        """Give a sequence a row and return its `sid`. `computed`: its tokens whose rows are
+        launched; where its next token's is launched too, `note_launched` is called."""
         if not self._free:
             self._grow()
-        slot = self._free.pop()
-        sequence.slots, sequence.slot = self, slot
-        self.sequences[slot] = sequence
+        sid = self._free.pop()
+        sequence.table, sequence.sid = self, sid
+        self.sequences[sid] = sequence
         request = sequence.state.request
-        self.computed[slot], self.num_prompt[slot] = computed, sequence.num_prompt
-        self.end[slot] = len(sequence.tokens) + sequence.num_left - 1
-        self.last_id[slot], self.flight_row[slot] = sequence.tokens[-1], -1
-        self.flushed[slot] = self._commits
-        self.is_watched[slot] = (
+        self.computed[sid], self.num_prompt[sid] = computed, sequence.num_prompt
+        self.end[sid] = len(sequence.tokens) + sequence.num_left - 1
+        self.last_id[sid], self.launched_row[sid] = sequence.tokens[-1], -1
+        self.flushed[sid] = self._commits
+        self.needs_host[sid] = (
             sequence.detokenizer is not None
             or sequence.grammar is not None
             or request.stream
             or len(request.params.stop_token_ids) > 0
         )
-        self.heeds_eos[slot] = not request.params.ignore_eos
+        self.stops_at_eos[sid] = not request.params.ignore_eos
         if sequence.grammar is not None:
-            self.masked.add(slot)
+            self.masked.add(sid)
         try:
-            self.records[slot] = self._sampler.records([self.row(sequence)])[0]
+            self.records[sid] = self._sampler.records([self.row(sequence)])[0]
         except Exception as error:
-            self.records[slot] = IDLE
+            self.records[sid] = IDLE
             self.broken.append((sequence, error))
-        return slot
+        return sid
 
     def _grow(self) -> None:
         """Lengthen all columns at once."""
@@ -179,36 +179,36 @@ class Slots(Columns):
         row.token_index = sequence.num_output
         return row
 
-    def sampling_row(self, slot: int) -> SamplingRow:
-        """The row of a slot, as of the next launch."""
-        sequence = self.sequences[slot]
+    def sampling_row(self, sid: int) -> SamplingRow:
+        """How a sequence samples, as of the next launch."""
+        sequence = self.sequences[sid]
         assert sequence is not None
         row: SamplingRow = sequence.sampling
-        row.token_index = int(self.computed[slot] - self.num_prompt[slot])
+        row.token_index = int(self.computed[sid] - self.num_prompt[sid])
         return row
 
-    def num_launched(self, slot: int) -> int:
-        """Tokens of a slot's sequence whose rows were launched."""
-        return int(self.computed[slot])
+    def num_launched(self, sid: int) -> int:
+        """Tokens of a sequence whose rows were launched."""
+        return int(self.computed[sid])
 
     def release(self, sequence: Sequence) -> None:
-        """Release the slot of a sequence that ends or is preempted: it gets all its tokens, and
+        """Release the row of a sequence that ends or is preempted: it gets all its tokens, and
         what is launched for it is ignored."""
-        slot = sequence.slot
-        self.flush(slot)
-        sequence.slots, sequence.slot = None, -1
-        self.generation[slot] += 1
+        sid = sequence.sid
+        self.flush(sid)
+        sequence.table, sequence.sid = None, -1
+        self.generation[sid] += 1
         self.num_released += 1
-        self.records[slot] = IDLE
-        self.sequences[slot] = None
-        self.masked.discard(slot)
-        self._free.append(slot)
+        self.records[sid] = IDLE
+        self.sequences[sid] = None
+        self.masked.discard(sid)
+        self._free.append(sid)
 
     # ----------------------------------------------------------------------------- a step
 
-    def fill_mask(self, slot: int) -> bool:
+    def fill_mask(self, sid: int) -> bool:
         """Mask tokens that its grammar forbids next; False: that failed (see `broken`)."""
-        sequence = self.sequences[slot]
+        sequence = self.sequences[sid]
         assert sequence is not None
         try:
             sequence.sampling.allowed_mask = sequence.grammar.fill_mask()
@@ -217,19 +217,19 @@ class Slots(Columns):
             return False
         return True
 
-    def note_launched(self, slots: np.ndarray) -> None:
-        """Note that a token is sampled for each of these slots, in this order."""
-        self.flight_row.fill(-1)
-        self.flight_row[slots] = np.arange(len(slots))
+    def note_launched(self, sids: np.ndarray) -> None:
+        """Note that a token is sampled for each of these sequences, in this order."""
+        self.launched_row.fill(-1)
+        self.launched_row[sids] = np.arange(len(sids))
 
-    def note_committed(self, slots: np.ndarray, ids: np.ndarray) -> None:
+    def note_committed(self, sids: np.ndarray, ids: np.ndarray) -> None:
         """Note tokens that are not looked at as they come."""
-        self._tokens[self._commits, slots] = ids
-        self.last_id[slots] = ids
+        self._tokens[self._commits, sids] = ids
+        self.last_id[sids] = ids
 
-    def note_entry(self, slot: int, entry: TokenLogprobs) -> None:
+    def note_entry(self, sid: int, entry: TokenLogprobs) -> None:
         """Note the log-probabilities of a token of `note_committed`."""
-        self._entries.setdefault(slot, []).append(entry)
+        self._entries.setdefault(sid, []).append(entry)
 
     def end_commit(self) -> None:
         """Note that a step is committed: now and then all sequences get their tokens."""
@@ -239,20 +239,20 @@ class Slots(Columns):
 
     def flush_all(self) -> None:
         """Hand all sequences their tokens."""
-        for slot in np.flatnonzero((self._tokens >= 0).any(axis=0)).tolist():
-            self.flush(slot)
+        for sid in np.flatnonzero((self._tokens >= 0).any(axis=0)).tolist():
+            self.flush(sid)
         self._commits = 0
         self.flushed.fill(0)
         self._tokens.fill(-1)
 
-    def flush(self, slot: int) -> None:
+    def flush(self, sid: int) -> None:
         """Hand a sequence its tokens."""
-        sequence = self.sequences[slot]
-        found = self._tokens[self.flushed[slot] : self._commits, slot].tolist()
-        self.flushed[slot] = self._commits
+        sequence = self.sequences[sid]
+        found = self._tokens[self.flushed[sid] : self._commits, sid].tolist()
+        self.flushed[sid] = self._commits
         if not found or sequence is None:
             return
-        entries = self._entries.pop(slot, ()) if self._entries else ()
+        entries = self._entries.pop(sid, ()) if self._entries else ()
         sequence.extend([token for token in found if token >= 0], entries)
 
 

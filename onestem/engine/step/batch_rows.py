@@ -15,13 +15,13 @@ from dataclasses import replace
 import numpy as np
 
 from onestem.cache import PrefixCache, Run
-from onestem.engine.sequence import Chunk, Edits, Sequence
-from onestem.engine.step.inputs import Change, DecodeLayout, Rows, StepInputs, join_prompts
-from onestem.engine.step.slots import Slots
+from onestem.engine.sequence import Chunk, Sequence, StepChanges
+from onestem.engine.step.inputs import DecodeLayout, NewPages, Rows, StepInputs, join_prompts
+from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
 
-__all__ = ["Order"]
+__all__ = ["BatchRows"]
 
 # Rows are made anew if this many words of page lists are unused, if a new row would read more than
 # this many tokens apart from others that read them too, or if more rows than this (share) are new.
@@ -30,36 +30,36 @@ APART_TOKENS = 64
 FEW, FEW_SHARE = 8, 0.125
 
 
-class Order:
+class BatchRows:
     """The rows of steps.
 
     Args:
         cache: of the runs.
-        slots: what is known of each row's sequence.
+        table: what is known of each row's sequence.
         windows: of the model's layers.
         share: False gives each sequence spans of its own, also over runs that several see.
 
     Attributes:
         rows: those that decode.
         inputs: of the step, with its chunks.
-        change: what differs from the step before; None: also the rows, or what they see.
+        new_pages: since the step before; None: rows, or what they see, have changed too.
         chunks: of prompts, in the step.
-        sampled: int64 `[n]`, slots that sample in the step: of all rows, then of prompts;
+        sampled: int64 `[n]`, `sid`s of what samples in the step: of all rows, then of prompts;
             `generations`: theirs.
         shared_read_tokens: keys that its sequences see and need not read.
     """
 
     def __init__(
-        self, cache: PrefixCache, slots: Slots, *, windows: Seq[int | None], share: bool
+        self, cache: PrefixCache, table: SequenceTable, *, windows: Seq[int | None], share: bool
     ) -> None:
-        self.slots = slots
+        self.table = table
         self.chunks: list[Chunk] = []
-        self.change: Change | None = None
+        self.new_pages: NewPages | None = None
         self._cache = cache
         self._windows = windows
         self._share = share
         self._changed = True  # whether rows did, since the last step
-        self._readers: dict[Run, dict[int, None]] = {}  # slots of rows, by the runs of their paths
+        self._readers: dict[Run, dict[int, None]] = {}  # sids of rows, by the runs of their paths
         self._reads: dict[int, list[Run]] = {}
         self._spare_words = 0
         self.rows: Rows
@@ -78,23 +78,23 @@ class Order:
     @property
     def sequences(self) -> list[Sequence | None]:
         """The sequence of each row that decodes."""
-        return [self.slots.sequences[slot] for slot in self.rows.slot.tolist()]
+        return [self.table.sequences[sid] for sid in self.rows.sid.tolist()]
 
-    # ----------------------------------------------------------------------------- edits
+    # ----------------------------------------------------------------------------- changes
 
-    def apply(self, edits: Edits) -> None:
+    def apply(self, changes: StepChanges) -> None:
         """Make the next step: drop rows, add rows, one token more in each, and chunks."""
-        self._drop(edits.leave)
-        self._enter(edits.enter)
-        was_mixed, self.chunks = bool(self.chunks), edits.chunks
-        change = self._advance()
-        self.change = None if self._changed or was_mixed else change
+        self._drop(changes.leave)
+        self._enter(changes.enter)
+        was_mixed, self.chunks = bool(self.chunks), changes.chunks
+        new_pages = self._advance()
+        self.new_pages = None if self._changed or was_mixed else new_pages
         self._changed = False
-        samples, generations = self.rows.slot, self.rows.generation
+        samples, generations = self.rows.sid, self.rows.generation
         inputs = self._decodes
         self.shared_read_tokens = self._shared_tokens
         if self.chunks:
-            self.change = None
+            self.new_pages = None
             inputs = join_prompts(
                 inputs,
                 self.chunks,
@@ -105,23 +105,23 @@ class Order:
             self.shared_read_tokens += inputs.shared_read_tokens
             joined = [self._begin(sequence) for chunk in inputs.ends for sequence in chunk.samples]
             samples = np.concatenate((samples, np.array(joined, np.int64)))
-            generations = self.slots.generation[samples]
+            generations = self.table.generation[samples]
         self.inputs, self.sampled, self.generations = inputs, samples, generations
 
     def _begin(self, sequence: Sequence) -> int:
-        """A slot for a sequence that samples after its prompt."""
-        return self.slots.put(sequence, len(sequence.tokens))
+        """A row of the table for a sequence that samples after its prompt."""
+        return self.table.put(sequence, len(sequence.tokens))
 
     def _drop(self, leave: list[Sequence]) -> None:
         """Remove rows of sequences that leave, have ended, or sample no more; no gap is left."""
-        keep, slots = self._staying(leave), self.rows.slot
+        keep, sids = self._staying(leave), self.rows.sid
         if keep.all():
             return
         self._changed = True
-        for slot in slots[~keep].tolist():
-            for run in self._reads.pop(slot):
+        for sid in sids[~keep].tolist():
+            for run in self._reads.pop(sid):
                 readers = self._readers[run]
-                del readers[slot]
+                del readers[sid]
                 if not readers:
                     del self._readers[run]
         before = np.concatenate(([0], np.cumsum(keep)))
@@ -144,8 +144,8 @@ class Order:
         if not sequences and not anew:
             return
         for sequence in sequences:
-            if sequence.slot < 0:  # its step came to nothing
-                self.slots.put(sequence, len(sequence.tokens) - 1)
+            if sequence.sid < 0:  # its step came to nothing
+                self.table.put(sequence, len(sequence.tokens) - 1)
         many = len(sequences) > max(FEW, FEW_SHARE * len(self.rows))
         if (
             anew
@@ -164,15 +164,15 @@ class Order:
 
     def _going(self, rows: slice | np.ndarray) -> np.ndarray:
         """bool: whether the sequences of these rows sample on."""
-        columns, slots = self.slots, self.rows.slot[rows]
-        known = columns.generation[slots] == self.rows.generation[rows]
-        return known & (columns.computed[slots] < columns.end[slots])
+        table, sids = self.table, self.rows.sid[rows]
+        known = table.generation[sids] == self.rows.generation[rows]
+        return known & (table.computed[sids] < table.end[sids])
 
     def _staying(self, leave: list[Sequence]) -> np.ndarray:
         """bool `[num_rows]`: rows whose sequences sample on and do not leave."""
         going = self._going(slice(None))
-        paused = [sequence.slot for sequence in leave if sequence.slot >= 0]
-        return going & ~np.isin(self.rows.slot, paused) if paused else going
+        paused = [sequence.sid for sequence in leave if sequence.sid >= 0]
+        return going & ~np.isin(self.rows.sid, paused) if paused else going
 
     def any_stays(self, leave: list[Sequence]) -> bool:
         """Whether a sequence decodes on, beside those that leave."""
@@ -181,38 +181,38 @@ class Order:
         return bool(self._staying(leave).any())
 
     def page_ends(self) -> list[Sequence]:
-        """Sequences whose next token stands in a new page, without those that have ended."""
+        """Sequences whose next token goes into a new page, without those that have ended."""
         fresh = self._fresh()
         if not len(fresh):
             return []
         fresh = fresh[self._going(fresh)]
-        found = [self.slots.sequences[slot] for slot in self.rows.slot[fresh].tolist()]
+        found = [self.table.sequences[sid] for sid in self.rows.sid[fresh].tolist()]
         return [sequence for sequence in found if sequence is not None]
 
     def _fresh(self) -> np.ndarray:
-        """Rows whose next token stands in a new page."""
+        """Rows whose next token goes into a new page."""
         place, size = self.rows.offset + self.rows.length, self._cache.pool.page_size
         return np.flatnonzero(place // size * size == place)
 
-    def _advance(self) -> Change:
+    def _advance(self) -> NewPages:
         """Advance every row by one token."""
         rows, fresh = self.rows, self._fresh()
         pages = index = fresh
         if len(fresh):
             index = (rows.offset + rows.length)[fresh] // self._cache.pool.page_size
             pages = np.array(self._next_pages(fresh), np.int64)
-        change = Change(fresh, index, pages)
-        self._decodes.advance(change)
+        new_pages = NewPages(fresh, index, pages)
+        self._decodes.advance(new_pages)
         rows.length += 1
-        self.slots.computed[rows.slot] += 1
-        return change
+        self.table.computed[rows.sid] += 1
+        return new_pages
 
     def _next_pages(self, rows: np.ndarray) -> list[int]:
         """The page of each row's next token, which the scheduler has reserved. After a failed step
         a run may have more pages."""
         size, pages = self._cache.pool.page_size, []
-        for slot in self.rows.slot[rows].tolist():
-            sequence = self.slots.sequences[slot]
+        for sid in self.rows.sid[rows].tolist():
+            sequence = self.table.sequences[sid]
             assert sequence is not None
             assert sequence.run is not None
             pages.append(sequence.run.pages[sequence.next_place // size])
@@ -231,7 +231,7 @@ class Order:
 
     def _insert(self, group: list[Sequence]) -> bool:
         """Add rows for sequences that see the same, beside the row that they share most with.
-        False: all rows should be made anew."""
+        False: all rows should be rebuilt."""
         path = group[0].path(self._cache.tree.num_splits)
         above = path[:-1]
         count, at, read = len(group), len(self.rows), 0
@@ -262,10 +262,10 @@ class Order:
             # Readers of a run that was split are noted at its lower part.
             nodes = [run] if run in self._readers else [run, *run.children.values()]
             for node in nodes:
-                for slot in self._readers.get(node, ()):
-                    other = self.slots.sequences[slot]
+                for sid in self._readers.get(node, ()):
+                    other = self.table.sequences[sid]
                     if other is not None and other.run is not None and run in other.path(version):
-                        return int(np.flatnonzero(self.rows.slot == slot)[0]), run.end
+                        return int(np.flatnonzero(self.rows.sid == sid)[0]), run.end
         return -1, 0
 
     def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -308,23 +308,23 @@ class Order:
         self._note_readers(group)
 
     def _seated(self, sequences: list[Sequence], rows: Rows) -> Rows:
-        rows.slot[:] = [sequence.slot for sequence in sequences]
-        rows.generation[:] = self.slots.generation[rows.slot]
-        rows.length[:] = self.slots.computed[rows.slot] - rows.base
+        rows.sid[:] = [sequence.sid for sequence in sequences]
+        rows.generation[:] = self.table.generation[rows.sid]
+        rows.length[:] = self.table.computed[rows.sid] - rows.base
         return rows
 
     def _note_readers(self, sequences: list[Sequence]) -> None:
         version = self._cache.tree.num_splits
         for sequence in sequences:
             path = sequence.path(version) if sequence.modules is None else []
-            self._reads[sequence.slot] = list(path)
+            self._reads[sequence.sid] = list(path)
             for run in path:
-                self._readers.setdefault(run, {})[sequence.slot] = None
+                self._readers.setdefault(run, {})[sequence.sid] = None
 
     # ----------------------------------------------------------------------------- anew
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
-        """Make all rows anew, from their sequences and new ones."""
+        """Make all rows again, from their sequences and new ones."""
         there = dict.fromkeys(s for s in self.sequences if s is not None)
         self._put([*there, *(s for s in newcomers if s not in there)])
 
@@ -349,7 +349,7 @@ class Order:
         self._reads.clear()
         self._set(layout.plan(np.zeros(len(rows), np.int64)))
         self._note_readers(sequences)
-        self.inputs, self.sampled, self.generations = self._decodes, rows.slot, rows.generation
+        self.inputs, self.sampled, self.generations = self._decodes, rows.sid, rows.generation
 
     def _set(self, plan: AttentionPlan) -> None:
         """Set another plan, and arrays of inputs as long as its rows."""
