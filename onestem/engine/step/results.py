@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onestem.engine.outputs import BROKEN, EngineStats
-from onestem.engine.sampling.sampler import Sampled, Sampler, TakenChosen
+from onestem.engine.sampling.pending import Sampled, TakenChosen
+from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Sequence
 from onestem.engine.step.launch import InFlightStep
