@@ -81,8 +81,8 @@ def _record(one: Any, context: Any, kind: type[Options] | None) -> str:
         fields = {f"--{flag}": field for field, flag in kind.offered().items()}
         schema = kind.model_json_schema()["properties"].get(fields.get(one.opts[0]), {})
         limits = words(schema) if schema else ""
-        if limits.startswith(("an integer ", "a number ")):
-            told += f" [{limits}]"
+        if numbers := re.match(r"(?:an integer|a number) (?:of |from )?(.*)", limits):
+            told += f" [{numbers[1]}]"
     told = told.replace("[required]", "(required)")
     return f"`{name}`: {_plain(told)}"
 

@@ -50,7 +50,7 @@ from onestem.models.find import find_model
 from onestem.request import SamplingParams
 from onestem_lab import scores
 from onestem_lab.lengths import parse_lengths
-from onestem_lab.papers.vllm_process import Vllm, absent_vllm
+from onestem_lab.peers.vllm_process import Vllm, absent_vllm
 from onestem_lab.results import device_name, machine, write
 
 ROOM = 16  # positions beside the longest request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lab.tests.papers.test_vllm_process import asked
+from lab.tests.test_vllm_process import asked
 from onestem_lab import beside_vllm, gpu_jobs
 
 __all__ = ["asked"]  # a fixture

@@ -28,7 +28,7 @@ from onestem.engine.schedule.pins import (
     PrefixRequest,
     prefix_id,
 )
-from onestem.engine.schedule.queue import Gate, HybridQueue, Jobs
+from onestem.engine.schedule.queue import Gate, HybridQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import RequestState
 from onestem.engine.text.tokenizer import Tokenizer
@@ -118,7 +118,8 @@ class Requests:
         self._check_pml = partial(
             check_pml, config=config, tokenizer=tokenizer, page_size=pool.page_size
         )
-        self._jobs = Jobs()
+        # Ids of requests that were read and have not ended, by job.
+        self._jobs: dict[str, dict[str, None]] = {}
         self._cache = cache
         self._sampler = sampler
         self._weights = weights
@@ -191,7 +192,7 @@ class Requests:
         answer, reason = self.factory.gate(request, key, weight)
         if answer is Gate.REFUSE:
             self.factory.forget(request.request_id)
-            self._jobs.ended(request.request_id)
+            self._leave_job(request.request_id)
             self.factory.refused.append(refused_output(request, reason))
         return answer
 
@@ -228,8 +229,9 @@ class Requests:
         Raises:
             RequestError: the engine has a job of this name that has not ended.
         """
-        self._jobs.unfinished(self.queue.job_ids)
-        self._jobs.add(job_id)
+        if job_id in self.job_ids:
+            raise RequestError(f"job id {job_id!r} is in use: give each job its own")
+        self._jobs[job_id] = {}
         # Not a generator, which would end with the first error that it passes on.
         checked = filter(None, map(partial(self._of_job, job_id), requests))
         self.queue.add_job(job_id, checked, first=first, groups=groups)
@@ -240,7 +242,7 @@ class Requests:
         except RequestError as error:
             self.factory.refused.append(refused_output(request, str(error)))
             return None
-        self._jobs.opened(job_id, request.request_id)
+        self._jobs[job_id][request.request_id] = None
         return request
 
     def remove_job(self, job_id: str) -> list[RequestOutput]:
@@ -248,7 +250,7 @@ class Requests:
         their outputs."""
         self.queue.remove_job(job_id)
         outputs = []
-        for request_id in self._jobs.remove(job_id):
+        for request_id in self._jobs.pop(job_id, ()):
             self.factory.forget(request_id)
             outputs.append(self.abort(request_id))
         return [output for output in outputs if output is not None]
@@ -256,7 +258,14 @@ class Requests:
     @property
     def job_ids(self) -> list[str]:
         """Jobs that have requests here."""
-        return self._jobs.unfinished(self.queue.job_ids)
+        queued = set(self.queue.job_ids)
+        self._jobs = {name: left for name, left in self._jobs.items() if left or name in queued}
+        return list(self._jobs)
+
+    def _leave_job(self, request_id: str) -> None:
+        """Note that a request has ended, if a job has it."""
+        for left in self._jobs.values():
+            left.pop(request_id, None)
 
     def pin_prefix(self, name: str, token_ids: SequenceABC[int], cache_salt: str = "") -> None:
         """Compute a prefix (through `step`) and keep it until `unpin_prefix`.
@@ -295,7 +304,7 @@ class Requests:
         for state in ended:
             request = state.request
             self.states.pop(request.request_id, None)
-            self._jobs.ended(request.request_id)
+            self._leave_job(request.request_id)
             aborted = any(sequence.finish_reason == "abort" for sequence in state.sequences)
             if isinstance(request, PrefixRequest) and not aborted:
                 self.pins.computed(request)

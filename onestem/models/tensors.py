@@ -172,20 +172,20 @@ class _Maker:
 
     def of_model(self) -> Iterator[TensorSpec]:
         config, hidden, rows = self.config, self.hidden, self.axes.vocabulary
-        yield self.weight(Role.EMBEDDING, Kind.TABLE, rows, hidden)
+        yield self.weight(Role.EMBEDDING, rows, hidden, kind=Kind.TABLE)
         yield self.norm(Role.NORM, bias=config.norm_bias)
         if Role.POSITIONS in self.names:
             positions = Axis(config.max_position_embeddings)
-            yield self.weight(Role.POSITIONS, Kind.TABLE, positions, hidden)
+            yield self.weight(Role.POSITIONS, positions, hidden, kind=Kind.TABLE)
         if not config.tie_embeddings:
-            yield self.weight(Role.HEAD, Kind.HEAD, rows, hidden)
+            yield self.weight(Role.HEAD, rows, hidden, kind=Kind.HEAD)
         if config.head_bias:
             name = f"{self.names[Role.HEAD]}.bias"
             yield self.spec(Role.HEAD_BIAS, Kind.BIAS, rows, name=name)
         if config.token_vectors:
             width = Axis(config.num_layers * config.token_vectors)
-            yield self.weight(Role.TOKEN_VECTORS, Kind.TABLE, rows, width)
-            yield self.matrix(Role.VECTORS_PROJECTION, width, hidden)
+            yield self.weight(Role.TOKEN_VECTORS, rows, width, kind=Kind.TABLE)
+            yield self.weight(Role.VECTORS_PROJECTION, width, hidden)
             yield self.norm(Role.VECTORS_NORM, Axis(config.token_vectors))
 
     def of_layer(self, index: int) -> Iterator[TensorSpec]:
@@ -199,8 +199,8 @@ class _Maker:
         if config.has_mlp(index):
             yield from self.mlp(config.mlp_size(index) // config.intermediate_size)
         if config.token_vectors:
-            yield self.matrix(Role.VECTORS_GATE, Axis(config.token_vectors), hidden)
-            yield self.matrix(Role.VECTORS_OUTPUT, hidden, Axis(config.token_vectors))
+            yield self.weight(Role.VECTORS_GATE, Axis(config.token_vectors), hidden)
+            yield self.weight(Role.VECTORS_OUTPUT, hidden, Axis(config.token_vectors))
             yield self.norm(Role.VECTORS_OUTPUT_NORM)
         if Role.SCALAR in self.names:
             yield self.spec(Role.SCALAR, Kind.SCALAR, Axis(1))
@@ -215,8 +215,8 @@ class _Maker:
             fused = self.by_kv_head(heads) if self.names.grouped else q.then(kv).then(kv)
             parts = [(Role.QKV, fused)]
         for role, rows in parts:
-            yield self.matrix(role, rows, hidden, config.qkv_bias)
-        yield self.matrix(Role.OUTPUT, hidden, q, config.o_bias)
+            yield self.weight(role, rows, hidden, bias=config.qkv_bias)
+        yield self.weight(Role.OUTPUT, hidden, q, bias=config.o_bias)
         for role, rows in [(Role.Q_NORM, q), (Role.K_NORM, kv)][: min(own, 2)]:
             if role in self.names:
                 yield self.norm(role, rows if config.qk_norm_of_all else Axis(size))
@@ -240,24 +240,24 @@ class _Maker:
         config, hidden = self.config, self.hidden
         columns = self.axes.mlp_columns.times(width)
         if Role.GATE in self.names:
-            yield self.matrix(Role.GATE, columns, hidden, config.mlp_bias)
+            yield self.weight(Role.GATE, columns, hidden, bias=config.mlp_bias)
         fused = config.gated and Role.GATE not in self.names
         rows = columns.then(columns) if fused else columns
-        yield self.matrix(Role.UP, rows, hidden, config.mlp_bias)
-        yield self.matrix(Role.DOWN, hidden, columns, config.mlp_bias)
+        yield self.weight(Role.UP, rows, hidden, bias=config.mlp_bias)
+        yield self.weight(Role.DOWN, hidden, columns, bias=config.mlp_bias)
 
     def experts(self) -> Iterator[TensorSpec]:
         experts, hidden = self.config.experts, self.hidden
         assert experts is not None
         num, columns = Axis(experts.num), self.axes.expert_columns
-        yield self.weight(Role.ROUTER, Kind.HEAD, num, hidden, bias=experts.bias)
+        yield self.weight(Role.ROUTER, num, hidden, kind=Kind.HEAD, bias=experts.bias)
         if experts.shared_size:
             inner = self.axes.shared_columns
-            yield self.matrix(Role.SHARED_GATE, inner, hidden)
-            yield self.matrix(Role.SHARED_UP, inner, hidden)
-            yield self.matrix(Role.SHARED_DOWN, hidden, inner)
+            yield self.weight(Role.SHARED_GATE, inner, hidden)
+            yield self.weight(Role.SHARED_UP, inner, hidden)
+            yield self.weight(Role.SHARED_DOWN, hidden, inner)
         if experts.shared_gate:
-            yield self.weight(Role.SHARED_FACTOR, Kind.HEAD, Axis(1), hidden)
+            yield self.weight(Role.SHARED_FACTOR, Axis(1), hidden, kind=Kind.HEAD)
         rows = columns.times(2) if self.names.alternating else columns.then(columns)
         yield self.all_experts(Role.EXPERTS_UP, experts, rows, hidden)
         yield self.all_experts(Role.EXPERTS_DOWN, experts, hidden, columns)
@@ -294,7 +294,7 @@ class _Maker:
         }
         roles, rows, inputs = parts[role]
         return [
-            tuple(self.matrix(one, rows, inputs, experts.bias, index) for one in roles)
+            tuple(self.weight(one, rows, inputs, bias=experts.bias, expert=index) for one in roles)
             for index in range(experts.num)
         ]
 
@@ -304,18 +304,13 @@ class _Maker:
         beside = self.spec(role, Kind.BIAS, size, name=f"{module}.bias") if bias else None
         return self.spec(role, Kind.NORM, size, name=f"{module}.weight", bias=beside)
 
-    def matrix(
-        self, role: Role, rows: Axis, columns: Axis, bias: bool = False, expert: int = 0
-    ) -> TensorSpec:
-        return self.weight(role, Kind.MATRIX, rows, columns, bias=bias, expert=expert)
-
     def weight(
         self,
         role: Role,
-        kind: Kind,
         rows: Axis,
         columns: Axis,
         *,
+        kind: Kind = Kind.MATRIX,
         bias: bool = False,
         expert: int = 0,
     ) -> TensorSpec:

@@ -32,6 +32,7 @@ from onestem.models.tensors import Tensors
 from onestem.models.updates import checked_tensors, write_tensors
 from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built
+from onestem.shapes import find_shape, shape_names
 from tests.models.changed import changed_model, tensors_of
 from tests.models.dense import dense_attend, prompt
 from tests.models.quantised import FORMATS, mxfp4, quantised
@@ -86,6 +87,22 @@ def check(found: list[Tensor], whole: Tensor) -> None:
     assert found[0].shape == whole.shape
     assert (found[0] - whole).abs().max() <= TOLERANCE * whole.abs().max()
     assert torch.equal(found[0].argmax(1), whole.argmax(1))
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_a_rank_s_cuts_are_the_tensors_of_its_part(name: str) -> None:
+    """What the whole model's table says of a rank, and the table of the rank's smaller model."""
+    config = ModelConfig.from_directory(find_shape(name))
+    for size in (1, *SIZES, 8):
+        for rank in range(size if size in sizes_of(config) else 0):
+            ranks = Ranks(rank, size, None)
+            shapes = {}
+            for spec in Tensors(config, ranks):
+                shape = list(spec.shape)
+                if spec.cut is not None:
+                    shape[spec.cut.dim] = len(spec.cut)
+                shapes[spec.name] = tuple(shape)
+            assert shapes == Tensors(part_of(config, ranks)).shapes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

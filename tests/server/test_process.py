@@ -249,7 +249,7 @@ LAUNCH = """
 import asyncio, sys
 from onestem.options import EngineOptions
 from onestem.server.link.process import EngineProcess
-from onestem.server.link.messages import read_message
+from onestem.server.link.channel import read_message
 
 async def main():
     link = await EngineProcess(EngineOptions(), "tests.server.fake_engine:load").launch()

