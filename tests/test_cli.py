@@ -493,11 +493,12 @@ def test_verbs_of_the_laboratory_say_how_to_get_it(monkeypatch):
 
 def test_bench_job_compares_sharing_with_none(model, tmp_path):
     trace = tmp_path / "trace.jsonl"
-    told = onestem(
+    ran = onestem(
         "bench", model, "--groups", 2, "--degree", 3, "--prefix", 30, "--distinct", 5, "--output",
-        4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB", "--trace", trace, "--json",
+        4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB",
+        "--trace", trace, "--json",
     )  # fmt: skip
-    found = json.loads(told.stdout)
+    found = json.loads(ran.stdout)
     assert list(found) == ["model", "full", "off"]
     assert found["full"]["tokens_sha256"] == found["off"]["tokens_sha256"]
     computed = found["full"]["processed_prompt_tokens"]
