@@ -15,18 +15,10 @@ import numpy.typing as npt
 
 from onestem.batch import JobInput, SpooledPrompts, Tokenizer
 from onestem.batch.format import BatchLine, BatchRequest, parse_line
-from onestem.batch.pieces import (
-    NAMELESS,
-    Message,
-    Piece,
-    TextPieces,
-    joined,
-    parts_of,
-    rendered,
-    sources,
-    template_pieces,
-)
+from onestem.batch.pieces import NAMELESS, Message, Piece, joined, parts_of
 from onestem.batch.spool import Spool
+from onestem.batch.template_pieces import rendered, sources, template_pieces
+from onestem.batch.text_pieces import TextPieces
 from onestem.errors import RequestError
 from onestem.openai.read import Prompt
 from onestem.planner import JobPlan

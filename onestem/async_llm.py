@@ -103,8 +103,6 @@ class AsyncLLM(Beside):
         self._is_changed = False  # the weights are not the checkpoint's
         self._is_closed = False
 
-    # ----------------------------------------------------------------------------- life
-
     async def start(self) -> None:
         """Load the model, unless that was done.
 
@@ -174,8 +172,6 @@ class AsyncLLM(Beside):
                 )
             )
             self._client.tell("drop_weights")
-
-    # ----------------------------------------------------------------------------- answers
 
     @refuses_vllms
     async def generate(
@@ -262,8 +258,6 @@ class AsyncLLM(Beside):
                 ends.append(asyncio.get_running_loop().create_future())
                 self._client.requests.abort(name, partial(self._streams[name].abort, ends[-1]))
         await asyncio.gather(*ends)
-
-    # ----------------------------------------------------------------------------- control
 
     async def _control(self, what: str, value: Any = None) -> Any:
         with _as_own_errors():
@@ -360,9 +354,6 @@ class AsyncLLM(Beside):
     def stats(self) -> dict[str, float]:
         """The engine's counts (`EngineStats`), a quarter of a second old at most."""
         return self._client.stats
-
-
-# ----------------------------------------------------------------------------- streams
 
 
 class _Aborted(ApiError):
@@ -485,9 +476,6 @@ def _as_own_errors() -> Iterator[None]:
     except ApiError as error:
         kind = RequestError if error.status < 500 else OnestemError
         raise kind(error.message) from None
-
-
-# ----------------------------------------------------------------------------- weights
 
 
 def _folder_for(num_bytes: int) -> Path:

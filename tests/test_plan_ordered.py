@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onestem.batch import JobInput
-from onestem.batch.inputs import MAX_LINE_BYTES
+from onestem.batch.lines import MAX_LINE_BYTES
 from onestem.batch.ordered import OrderedLines
 from onestem.batch.results import split_result_id
 from onestem.errors import ConfigError, JobError

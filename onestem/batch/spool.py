@@ -12,7 +12,7 @@ Blank lines have no record. A record's place in `lines` is its *index*, which co
 orders the results. Its line number, for people, counts from 1 and includes blank lines.
 
 Memory of the pass: one chunk (at most `CHUNK_LINES` lines, and `CHUNK_BYTES` without its last
-line), a line of at most `inputs.MAX_LINE_BYTES`, and 16 to 32 bytes per line to detect equal
+line), a line of at most `lines.MAX_LINE_BYTES`, and 16 to 32 bytes per line to detect equal
 `custom_id`s.
 """
 

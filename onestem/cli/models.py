@@ -14,7 +14,7 @@ from onestem.cli import options
 from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
-    from onestem.models.formats.errors import FormatError
+    from onestem.models.format_errors import FormatError
     from onestem.needs import Needs
 
 __all__ = ["models"]
@@ -97,7 +97,7 @@ def _list(as_json: bool) -> None:
 def _errors(engine: EngineOptions, needs: Needs, original: Path | None) -> Iterator[FormatError]:
     import torch
 
-    from onestem.models.formats.errors import format_errors
+    from onestem.models.format_errors import format_errors
 
     return format_errors(
         Path(needs.path),

@@ -311,9 +311,7 @@ class Engine:
 
     def _apply(self, changes: StepChanges) -> bool:
         """Make the rows of the next step. Returns whether there are any."""
-        for sequence, reason in changes.unfit:
-            sequence.stop_reason = reason
-            self.results.finish(sequence, "error")
+        self.results.end_unfit(changes.unfit)
         self.batch_rows.apply(changes)
         self.results.end_unsampled()
         if not self.launcher.follows(self.batch_rows):
@@ -415,6 +413,7 @@ class Engine:
             self.launcher.abandon()
             self.scheduler.recover(draft)
             self.batch_rows.clear()
+            self.results.end_unfit(draft.changes.unfit)
 
     def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep computed modules of prompts in PML also in host memory, or on a disk."""

@@ -38,8 +38,6 @@ class LeadRunner:
         # Of the step launched last: other ranks make all of its logits, so they are made here too.
         self._blocks: list[Iterator[Tensor]] = []
 
-    # ----------------------------------------------------------------------------- a step
-
     def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> NewPages | None:
         """Return `new_pages`: `run` sends the step, then all ranks prepare it at the same time."""
         return new_pages
@@ -93,8 +91,6 @@ class LeadRunner:
     def check(self) -> None:
         """See `Runner`."""
         self._team.check()
-
-    # ----------------------------------------------------------------------------- memory
 
     def warm_up(self) -> None:
         """See `Runner`, as for all below."""

@@ -158,8 +158,6 @@ class _Reader:
         lines = self.source[:start].decode("utf-8", "replace").split("\n")
         return Place(self.file, len(lines), len(lines[-1]) + 1)
 
-    # --- events --------------------------------------------------------------------------------
-
     def _start(self, tag: str, attributes: dict[str, str]) -> None:
         at = self._here()
         if len(self.open) >= MAX_DEPTH:
@@ -219,8 +217,6 @@ class _Reader:
     def _set_cdata(self, inside: bool) -> None:
         self._cdata = inside
 
-    # --- declarations --------------------------------------------------------------------------
-
     def _document_type(
         self, name: str, system_id: str | None, public_id: str | None, internal: int
     ) -> None:
@@ -266,8 +262,6 @@ class _Reader:
             f"{what} in a document type is not supported, only entities are: leave it out",
             self._declaration(),
         )
-
-    # --- malformed markup ----------------------------------------------------------------------
 
     def _malformed(self, error: expat.ExpatError) -> PmlError:
         index, column = self._expat.ErrorByteIndex, error.offset + 1

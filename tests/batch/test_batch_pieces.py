@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.batch.pieces import TextPieces, joined, rendered, sources, template_pieces
+from onestem.batch.pieces import joined
+from onestem.batch.template_pieces import rendered, sources, template_pieces
 from onestem.batch.templates import Recipe
+from onestem.batch.text_pieces import TextPieces
 from onestem.options import InputOptions
 
 WORDS = st.sampled_from(

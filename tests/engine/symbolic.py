@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampling.sampler import Sampler, SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
 from onestem.ops.reference import visible

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampling.sampler import SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Scoring, Sequence, StepChanges
 from onestem.engine.step.launch import InFlightStep

@@ -15,7 +15,8 @@ import torch
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import GrammarState
 from onestem.engine.grammar.tags import FIELDS
-from onestem.engine.sampling.sampler import Sampler, SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import SamplingParams

@@ -437,8 +437,19 @@ def test_a_common_prefix_costs_no_page_that_memory_lacks():
     assert_idle(engine)
 
 
-def test_what_cannot_fit_ends_and_others_go_on():
+@pytest.mark.steps_fail
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_cannot_fit_ends_and_others_go_on(fails):
+    """Also where the step that finds it out fails."""
     engine = make_symbolic(num_pages=4, page_size=4, max_model_len=16)
+    decide = engine.scheduler.decide
+
+    def failing(draft, rows):
+        decide(draft, rows)
+        if fails and draft.changes.unfit:
+            raise ZeroDivisionError("a fault of ours")
+
+    engine.scheduler.decide = failing
     engine.cache.pool.hold([3])  # as if something kept it
     engine.cache.pool._free[3] = False
     engine.cache.pool._num_free -= 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onestem.engine.engine import Engine
-from onestem.engine.sampling.sampler import Pending
+from onestem.engine.sampling.pending import Pending
 from onestem.engine.step.batch_rows import BatchRows
 from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts

@@ -16,8 +16,8 @@ from onestem.errors import ConfigError, UnsupportedError, WeightsError
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Layer
+from onestem.models.format_errors import FormatError, format_errors
 from onestem.models.formats import products
-from onestem.models.formats.errors import FormatError, format_errors
 from onestem.models.formats.held import Channels, Groups, Weight, dense
 from onestem.models.formats.products import Target, projection
 from onestem.models.formats.rounding import rounded_weight

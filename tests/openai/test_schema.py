@@ -36,7 +36,7 @@ def files_with(pattern: str) -> set[str]:
 def test_a_sampling_field_is_declared_once(name) -> None:
     """The API's words, batches and the server do not name it: it goes through them."""
     found = files_with(rf"\b{name}\b")
-    assert "request.py" in found
+    assert "request/params.py" in found
     assert not {path for path in found if path.startswith(("openai/", "batch/", "server/"))}
     assert name in ChatBody.model_fields
     assert name in CompletionBody.model_fields

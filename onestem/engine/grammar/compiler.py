@@ -271,8 +271,6 @@ class GrammarCompiler:
         if self._loaded_once is not None:
             self._loaded_once[0].close()
 
-    # ------------------------------------------------------------------------- tasks
-
     def _wait(
         self, grammar: Future[Grammar], name: str, wanted: _Wanted, key: str, weight: float
     ) -> None:
@@ -397,8 +395,6 @@ class GrammarCompiler:
                         "does not answer"
                     ) from None
         raise AssertionError
-
-    # ------------------------------------------------------------------------- vocabulary
 
     def _allowed(self, named: Iterable[int]) -> Tensor:
         """All tokens but control tokens, unless they end an answer or are named."""

@@ -9,9 +9,8 @@ the logits are, and nothing is waited for until a step's tokens are taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -19,269 +18,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onestem.engine.sampling.pending import (
+    Chosen,
+    Pending,
+    PendingLogprobs,
+    Sampled,
+)
+from onestem.engine.sampling.rows import SamplingDefaults, SamplingRow, SamplingSettings
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
-from onestem.ops.sampling import IDLE, ROW, Drawn, RowTable, processed
+from onestem.ops.sampling import IDLE, ROW, RowTable, processed
 from onestem.options import LogprobsMode
-from onestem.request import RankedLogprobs, SamplingParams, TokenLogprobs
+from onestem.request import SamplingParams
 
-__all__ = [
-    "Chosen",
-    "Pending",
-    "PendingBlocks",
-    "PendingLogprobs",
-    "Sampled",
-    "Sampler",
-    "SamplingDefaults",
-    "SamplingRow",
-    "SamplingSettings",
-    "Step",
-    "TakenChosen",
-]
-
-
-def _nothing() -> Sequence[int]:
-    return ()
-
-
-@dataclass(slots=True, eq=False)
-class SamplingRow:
-    """One sequence that samples. The engine keeps it from the first token to the last.
-
-    Attributes:
-        params: the request's; the same object at every step (what it means is kept by identity, as
-            long as there is the object).
-        seed: the request's 64-bit seed, `params.seed` or drawn.
-        sequence_index: which of the request's n sequences.
-        token_index: how many tokens it has sampled so far.
-        prompt_token_ids: of the request; the same object at every step, never changed.
-        output_token_ids: gives the ids sampled so far; asked where a penalty is set.
-        stop_ids: ids that may not be sampled before `params.min_tokens` (end of sequence unless
-            `ignore_eos`, and `stop_token_ids`).
-        allowed_mask: from the grammar: bits packed in int32 `[ceil(vocab / 32)]`, lowest bit first;
-            what a mask does not reach is forbidden.
-        place, record, prompt_ids: the sampler's own: of its state of penalties (-1: none), the
-            `ROW` that the device gets, as far as it does not change, and the prompt's distinct ids.
-    """
-
-    params: SamplingParams
-    seed: int
-    sequence_index: int = 0
-    token_index: int = 0
-    prompt_token_ids: Sequence[int] | NDArray[np.integer] = ()
-    output_token_ids: Callable[[], Sequence[int] | NDArray[np.integer]] = _nothing
-    stop_ids: Collection[int] = ()
-    allowed_mask: Tensor | None = None
-    place: int = -1
-    record: bytes = b""
-    prompt_ids: NDArray[np.int64] | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """`SamplingParams` with the model's defaults filled in and the neutral values named."""
-
-    temperature: float
-    top_k: int  # 0 where off
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    bias_ids: NDArray[np.int64]
-    bias_values: NDArray[np.float32]
-    min_tokens: int
-    logprobs: int | None
-
-    @property
-    def penalised(self) -> bool:
-        counts = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return counts or self.repetition_penalty != 1.0
-
-
-class Chosen(NamedTuple):
-    """Natural-log probabilities on the device.
-
-    Attributes:
-        own: `[m]`, of the chosen tokens.
-        ids, logprobs: `[m, k]`, of the most probable ones.
-        before: int64 `[m]`, how many tokens are more probable than the chosen one, or as probable
-            with a lower id; `[0]` where ranks are not asked for.
-    """
-
-    own: Tensor
-    ids: Tensor
-    logprobs: Tensor
-    before: Tensor
-
-    def words(self) -> list[Tensor]:
-        """int64, as `TakenChosen.of` reads them."""
-        return [self.ids.flatten(), _as_bits(self.own), _as_bits(self.logprobs), self.before]
-
-
-class TakenChosen(NamedTuple):
-    """The same on the host."""
-
-    own: NDArray[np.float64]
-    ids: NDArray[np.int64]
-    logprobs: NDArray[np.float64]
-    before: NDArray[np.int64]
-
-    @staticmethod
-    def of(words: NDArray[np.int64], count: int) -> TakenChosen:
-        """Read the words of `count` rows."""
-        most = (len(words) // count - 1) // 2
-        ends = [count * most, count * (most + 1), count * (2 * most + 1)]
-        ids, own, logprobs, before = np.split(words, ends)
-        return TakenChosen(
-            own.view(np.float64),
-            ids.reshape(count, most),
-            logprobs.view(np.float64).reshape(count, most),
-            before,
-        )
-
-    def part(self, first: int, end: int) -> TakenChosen:
-        """The same of some of its rows."""
-        at = slice(first, end)
-        return TakenChosen(self.own[at], self.ids[at], self.logprobs[at], self.before[at])
-
-    def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Of each row the `counts` most probable tokens, in order, then its token of `tokens` if it
-        is not among them."""
-        own, ids, logprobs = self.own.tolist(), self.ids.tolist(), self.logprobs.tolist()
-        kind: Any = RankedLogprobs if len(self.before) else dict
-        found: list[Any] = []
-        for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
-            entry = kind(zip(ids[i][:count], logprobs[i][:count], strict=True))
-            entry.setdefault(token, own[i])
-            found.append(entry)
-        for entry, before in zip(found, self.before.tolist(), strict=False):
-            entry.rank = before + 1
-        return found
-
-
-class Sampled(NamedTuple):
-    """What the rows of a step have sampled.
-
-    Attributes:
-        ids: int64 `[n]`.
-        status: int32 `[n]` (`onestem.ops.sampling.STATUS_OK`, ...).
-        entries: log-probabilities of the rows' tokens, where they are wanted.
-    """
-
-    ids: NDArray[np.int64]
-    status: NDArray[np.int32]
-    entries: dict[int, TokenLogprobs]
-
-
-class _Words:
-    """int64 words on their way to the host."""
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        packed = torch.cat(list(parts))
-        self._arrived: torch.cuda.Event | None = None
-        if packed.is_cuda:
-            self._here = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._here.copy_(packed, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-        else:
-            self._here = packed
-
-    def take(self) -> NDArray[np.int64]:
-        """Wait for them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._here.numpy()
-
-
-class Pending:
-    """Sampled tokens that may not be there yet.
-
-    Attributes:
-        ids: int64 `[n]`, on the device.
-    """
-
-    def __init__(
-        self,
-        drawn: Drawn,
-        chosen: Chosen | None,
-        told: NDArray[np.int64],
-        counts: NDArray[np.int32],
-    ) -> None:
-        self.ids = drawn.ids
-        self._told, self._counts = told, counts
-        self._has_chosen = chosen is not None
-        chosen_words = [] if chosen is None else chosen.words()
-        self._words = _Words([drawn.ids, drawn.status.long(), *chosen_words])
-
-    def take(self) -> Sampled:
-        """Wait for the tokens."""
-        words, count = self._words.take(), len(self.ids)
-        ids, status = words[:count], words[count : 2 * count]
-        entries: dict[int, TokenLogprobs] = {}
-        if self._has_chosen:
-            chosen = TakenChosen.of(words[2 * count :], len(self._told))
-            made = chosen.entries(ids[self._told].tolist(), self._counts.tolist())
-            entries = dict(zip(self._told.tolist(), made, strict=True))
-        return Sampled(ids, status.astype(np.int32), entries)
-
-
-class PendingBlocks:
-    """The same of rows whose logits were made in blocks."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-        self.ids = parts[0].ids if len(parts) == 1 else torch.cat([part.ids for part in parts])
-
-    def take(self) -> Sampled:
-        """Wait for the tokens."""
-        taken = [part.take() for part in self._parts]
-        entries: dict[int, TokenLogprobs] = {}
-        first = 0
-        for part in taken:
-            entries |= {first + i: entry for i, entry in part.entries.items()}
-            first += len(part.ids)
-        ids, status = (np.concatenate([part[i] for part in taken]) for i in range(2))
-        return Sampled(ids, status, entries)
-
-
-class PendingLogprobs:
-    """Log-probabilities of given tokens that may not be there yet, and of the most probable ones
-    beside each."""
-
-    def __init__(self, chosen: Chosen) -> None:
-        self._count = len(chosen.own)
-        self._words = _Words(chosen.words())
-
-    def take(self) -> TakenChosen:
-        """Wait for them."""
-        return TakenChosen.of(self._words.take(), self._count)
-
-
-def _as_bits(values: Tensor) -> Tensor:
-    """float64 as int64, so that one copy brings all."""
-    return values.double().flatten().view(torch.int64)
+__all__ = ["Sampler", "Step"]
 
 
 _MOST_TOKENS = 2**31 - 1  # no sequence has more
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6
-
-
-class SamplingDefaults(Protocol):
-    """The model's own defaults (`generation_config.json`); None where it is silent."""
-
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float | None: ...
 
 
 class Sampler:
@@ -347,8 +102,6 @@ class Sampler:
             for row in rows:
                 self.release(row)
 
-    # ------------------------------------------------------------------------- requests
-
     def settings_of(self, params: SamplingParams) -> SamplingSettings:
         """What parameters mean for this model."""
         settings, name = self._settings, id(params)
@@ -388,8 +141,6 @@ class Sampler:
             self._free.append(row.place)
             self._penalties.release(row.place)
             row.place, row.record = -1, b""
-
-    # ------------------------------------------------------------------------- a step
 
     @torch.inference_mode()
     def records(self, rows: Sequence[SamplingRow]) -> NDArray[np.void]:

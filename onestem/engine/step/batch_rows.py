@@ -80,8 +80,6 @@ class BatchRows:
         """The sequence of each row that decodes."""
         return [self.table.sequences[sid] for sid in self.rows.sid.tolist()]
 
-    # ----------------------------------------------------------------------------- changes
-
     def apply(self, changes: StepChanges) -> None:
         """Make the next step: drop rows, add rows, one token more in each, and chunks."""
         self._drop(changes.leave)
@@ -160,8 +158,6 @@ class BatchRows:
         rows = self.rows
         return bool((rows.offset + rows.length >= rows.held * self._cache.pool.page_size).any())
 
-    # ----------------------------------------------------------------------------- a step
-
     def _going(self, rows: slice | np.ndarray) -> np.ndarray:
         """bool: whether the sequences of these rows sample on."""
         table, sids = self.table, self.rows.sid[rows]
@@ -217,8 +213,6 @@ class BatchRows:
             assert sequence.run is not None
             pages.append(sequence.run.pages[sequence.next_place // size])
         return pages
-
-    # ----------------------------------------------------------------------------- new rows
 
     def _alike(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """Those that see the same above their own runs, together (if anything is shared)."""
@@ -320,8 +314,6 @@ class BatchRows:
             self._reads[sequence.sid] = list(path)
             for run in path:
                 self._readers.setdefault(run, {})[sequence.sid] = None
-
-    # ----------------------------------------------------------------------------- anew
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
         """Make all rows again, from their sequences and new ones."""

@@ -12,13 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.sampler import (
-    Pending,
-    PendingBlocks,
-    PendingLogprobs,
-    Sampler,
-    Step,
-)
+from onestem.engine.sampling.pending import Pending, PendingBlocks, PendingLogprobs
+from onestem.engine.sampling.sampler import Sampler, Step
 from onestem.engine.sequence import ScoreSpan, StepChanges
 from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.runner import Logits, Runner, StepRunner

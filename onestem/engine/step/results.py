@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onestem.engine.outputs import BROKEN, EngineStats
-from onestem.engine.sampling.sampler import Sampled, Sampler, TakenChosen
+from onestem.engine.sampling.pending import Sampled, TakenChosen
+from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Sequence
 from onestem.engine.step.launch import InFlightStep
@@ -223,6 +224,13 @@ class Results:
         """Requests whose last sequence has ended since the last time."""
         ended, self.ended = self.ended, []
         return ended
+
+    def end_unfit(self, unfit: list[tuple[Sequence, str]]) -> None:
+        """End sequences that a step's draft has given up for lack of memory, and why."""
+        for sequence, reason in unfit:
+            if sequence.finish_reason is None:
+                sequence.stop_reason = reason
+                self.finish(sequence, "error")
 
     def end_unsampled(self) -> None:
         """End sequences that cannot be sampled."""

@@ -13,7 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from onestem.engine.sampling.sampler import Sampler, SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
+from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.sequence import Sequence
 from onestem.ops.sampling import IDLE, ROW
 from onestem.request import TokenLogprobs
@@ -202,8 +203,6 @@ class SequenceTable(Columns):
         self.sequences[sid] = None
         self.masked.discard(sid)
         self._free.append(sid)
-
-    # ----------------------------------------------------------------------------- a step
 
     def fill_mask(self, sid: int) -> bool:
         """Mask tokens that its grammar forbids next; False: that failed (see `broken`)."""

@@ -9,34 +9,29 @@ Two rules hold everywhere:
 * The beginning-of-sequence token appears once, where the tokenizer's own post-processing puts one;
   also where a chat template or a raw text writes it itself, and where they leave it out.
 
-Decoding is defined over bytes. A token stands for bytes (`token_bytes`), the first token of a text
-may lose a leading space (SentencePiece), and the bytes are read as UTF-8 with U+FFFD for what is
-not. That is what the `tokenizers` library computes, with one exception. Where byte-fallback tokens
-do not form UTF-8, it replaces every byte of the whole run of byte tokens; here the valid
-characters among them stay. So text never changes when more tokens follow, and a stream of pieces
-(`onestem.engine.text.detokenize`) is the whole text.
+The way back is `vocabulary`'s, control tokens' names are `control`'s, the template is `chat`'s.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from onestem.engine.text.backend import Backend
-from onestem.engine.text.decoders import BYTE_LEVEL, BYTE_TOKEN, settled
+from onestem.engine.text.chat import ChatTemplate, Ending
+from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
-from onestem.engine.text.marker import Marker, any_of
-from onestem.engine.text.templates import render
+from onestem.engine.text.marker import Marker
+from onestem.engine.text.vocabulary import Vocabulary
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError, first_line
 from onestem.models.fields import read_json
 from onestem.native import is_panic
-from onestem.openai.tools import ToolForm, form_of
+from onestem.openai.tools import ToolForm
 from onestem.rawtext import RawText
 
 __all__ = ["Tokenizer"]
@@ -55,24 +50,7 @@ _RENDERED = "the rendered chat"  # in errors
 PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
 
 
-# What `transformers` takes beside a template's own variables.
-_NOT_TEMPLATE_FIELDS = frozenset(
-    (
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
-        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
-        "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
-    )
-)  # fmt: skip
-
-
-class Ending(NamedTuple):
-    """How a rendered conversation ends."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """A tokenizer and its chat template. Safe to use from several threads.
 
     Args:
@@ -95,14 +73,14 @@ class Tokenizer:
                 f"tokenizer {type(hugging_face).__name__} has no fast version, expected one with a "
                 "tokenizer.json: convert it with transformers' convert_slow_tokenizer"
             )
-        self._hugging_face = hugging_face
         # One backend takes control tokens in a text for what they are, the other for characters.
-        self._control = Backend(hugging_face.backend_tokenizer)
-        self._decoders = settled(self._control.library)
-        self._text = self._control.copy()
-        added = self._control.library.get_added_tokens_decoder()
-        self._special = {token_id: token for token_id, token in added.items() if token.special}
-        self.special_ids = frozenset(self._special)
+        backend = Backend(hugging_face.backend_tokenizer)
+        added = backend.library.get_added_tokens_decoder()
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        super().__init__(backend, frozenset(special))
+        self._text = backend.copy()
+        self._special, self._names = special, ControlNames(special, hugging_face.unk_token_id)
+        self._chat = ChatTemplate(hugging_face)
         self.bos_token_id: int | None = hugging_face.bos_token_id
         self.eos_token_id: int | None = hugging_face.eos_token_id
         named = (self.eos_token_id, getattr(hugging_face, "eot_token_id", None))
@@ -110,11 +88,7 @@ class Tokenizer:
         unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
         #: takes an argument's place while a module is encoded alone (PML)
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
-        # Characters may become the unknown token; that forges nothing.
-        self._unforgeable = self.special_ids - {hugging_face.unk_token_id}
         self._prefix, self._suffix = self._post_processing()
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -147,8 +121,6 @@ class Tokenizer:
             reason = first_line(error)
             raise ConfigError(f"tokenizer of {directory} cannot be loaded: {reason}") from error
 
-    # --- text to ids ---------------------------------------------------------------------------
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with what the post-processor puts around it unless told otherwise.
 
@@ -168,27 +140,19 @@ class Tokenizer:
         """
         encoded = self._control.encode_batch([raw.text for raw in texts])
         bodies = [
-            self._quoting(raw) if raw.quoted and self._is_forged(raw, ids) else ids
+            self._quoting(raw) if raw.quoted and self._names.is_forged(raw, ids) else ids
             for raw, ids in zip(texts, encoded, strict=True)
         ]
         if not add_special_tokens:
             return bodies
         return [[*self._begun(body), *self._suffix] for body in bodies]
 
-    def _is_forged(self, raw: RawText, ids: list[int]) -> bool:
-        """Whether something quoted has become a control token."""
-        if self._unforgeable.isdisjoint(ids) or self._special_names is None:
-            return False
-        quotes = [raw.quotes(*found.span()) for found in self._special_names.finditer(raw.text)]
-        # A normaliser may make a name of other characters.
-        return any(quotes) or len(quotes) < sum(token in self._unforgeable for token in ids)
-
     def _quoting(self, raw: RawText) -> list[int]:
         """Ids of a text that quotes names of control tokens."""
         with self._lock:
             marker = self._marker
         text = marker.mark_raw(raw)
-        ids = self._unforged(marker.backend, text, marker.backend.encode(text))
+        ids = self._names.unforged(marker.backend, text, marker.backend.encode(text))
         return [marker.ids.get(token_id, token_id) for token_id in ids]
 
     def check_length(
@@ -222,7 +186,7 @@ class Tokenizer:
 
     def check_raw(self, raw: RawText, max_tokens: int | None = None) -> None:
         """`check_length` of a prompt's raw text."""
-        text, names = raw.text, self._special_names
+        text, names = raw.text, self._names.pattern
         is_long = max_tokens is not None and len(text) > max_tokens
         control = is_long and names is not None and names.search(text) is not None
         if control and self._most_per_token(True, True) is None:
@@ -249,21 +213,7 @@ class Tokenizer:
         return self._begun(self._control.encode(text))
 
     def _text_ids(self, text: str) -> list[int]:
-        return self._unforged(self._text, text, self._text.encode(text))
-
-    def _unforged(self, backend: Backend, text: str, ids: list[int]) -> list[int]:
-        """`ids` of `text`, or others if characters became control tokens.
-
-        Vocabularies of whole words or pieces may hold a control token's name as a word. There the
-        text is cut inside each such name and the parts are encoded alone.
-        """
-        if self._unforgeable.isdisjoint(ids):
-            return ids
-        assert self._special_names is not None
-        cuts = [found.start() + 1 for found in self._special_names.finditer(text)]
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        joined = [id for part in parts for id in backend.encode(part)]
-        return [token for token in joined if token not in self._unforgeable]
+        return self._names.unforged(self._text, text, self._text.encode(text))
 
     def _begun(self, ids: list[int]) -> list[int]:
         if ids[: len(self._prefix)] == self._prefix:
@@ -282,8 +232,6 @@ class Tokenizer:
             "adds control tokens around them"
         )
 
-    # --- chat ----------------------------------------------------------------------------------
-
     @property
     def first_id(self) -> int | None:
         """What stands for a beginning: BOS, else EOS; None: the tokenizer names neither."""
@@ -291,33 +239,20 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._hugging_face.chat_template)
+        return bool(self._chat)
 
-    @cached_property
-    def _template_source(self) -> str:
-        """Source of all of the model's chat templates."""
-        templates = self._hugging_face.chat_template or ""
-        return templates if isinstance(templates, str) else "\n".join(templates.values())
-
-    @cached_property
+    @property
     def tool_form(self) -> ToolForm | None:
         """How the model writes calls of tools; None: its template does not say it."""
-        return form_of(self._template_source)
+        return self._chat.tool_form
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""
-        return self._named.get(name)
+        return self._names.ids.get(name)
 
     def with_control(self, text: str, form: Callable[[int], str]) -> str:
         """A text with `form` of the id in place of each name of a control token."""
-        if self._special_names is None:
-            return text
-        return self._special_names.sub(lambda found: form(self._named[found.group()]), text)
-
-    @cached_property
-    def _named(self) -> dict[str, int]:
-        """Ids of control tokens by their names."""
-        return {token.content: token_id for token_id, token in self._special.items()}
+        return self._names.replaced(text, form)
 
     def apply_chat_template(
         self,
@@ -353,23 +288,20 @@ class Tokenizer:
         Raises:
             RequestError: no template, or it refuses; or what it writes is too long.
         """
-        plain = self._plain(messages)
+        plain = self._chat.plain(messages)
         ending = Ending(add_generation_prompt, continue_final_message)
-        fields = _template_fields(fields)
-        for name in ("tools", "reasoning_effort"):
-            if name in fields and name not in self._template_source:
-                raise RequestError(f"{name}: the model's chat template does not know it")
-        if self._special_names is None or not _mentions([plain, fields], self._special_names):
-            rendered = self._render(plain, ending, fields)
+        fields = self._chat.fields(fields)
+        if not self._names.are_mentioned([plain, fields]):
+            rendered = self._chat.render(plain, ending, fields)
             self.check_length(_RENDERED, len(rendered), max_tokens, control=True)
             return self.encode_control(rendered)
         with self._lock:
             marker = self._marker
-        rendered = self._render(marker.mark(plain), ending, marker.mark(fields))
+        rendered = self._chat.render(marker.mark(plain), ending, marker.mark(fields))
         text, literal = marker.unmark(rendered)
         self.check_length(_RENDERED, len(text), max_tokens, control=True)
         ids = marker.backend.encode(text)
-        ids = self._unforged(marker.backend, text, ids) if literal else ids
+        ids = self._names.unforged(marker.backend, text, ids) if literal else ids
         return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
 
     def prefilled_tokens(self, fields: Mapping[str, Any] | None = None) -> int:
@@ -400,169 +332,9 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation's text, to show; its tokens are `apply_chat_template`'s."""
-        plain = self._plain(messages)
-        return self._render(plain, Ending(add_generation_prompt), {})
-
-    def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
-        by that name alone."""
-        plain = [dict(message) for message in messages]
-        if "developer" not in self._template_source:
-            for message in plain:
-                if message["role"] == "developer":
-                    message["role"] = "system"
-        return plain
-
-    def _render(
-        self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]
-    ) -> str:
-        if not self.has_chat_template:
-            raise RequestError(
-                "the model's tokenizer has no chat template, expected one for messages: send a "
-                "prompt instead"
-            )
-        if not messages:
-            raise RequestError("messages is empty, expected at least one message")
-        if ending.add_generation_prompt and ending.continue_final_message:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message are both set: an answer either "
-                "begins or goes on, so set one of them"
-            )
-        try:
-            template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
-        except ValueError as error:  # several, and none for this
-            raise RequestError(f"the model has no chat template for this: {error}") from error
-        names = self._hugging_face.special_tokens_map
-        return render(template, messages, **{**names, **fields}, **ending._asdict())
-
-    @cached_property
-    def _special_names(self) -> re.Pattern[str] | None:
-        """Matches a control token's name, the longest that begins at a place."""
-        return any_of(token.content for token in self._special.values())
+        plain = self._chat.plain(messages)
+        return self._chat.render(plain, Ending(add_generation_prompt), {})
 
     @cached_property
     def _marker(self) -> Marker:
         return Marker(self._text, self._special)
-
-    # --- ids to text ---------------------------------------------------------------------------
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids that the vocabulary does not have give nothing."""
-        ids = [token for token in token_ids if 0 <= token < self.vocab_size]
-        text = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
-        if "\ufffd" in text and "ByteFallback" in self._decoders:
-            return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
-        return text
-
-    def token_text(self, token_id: int) -> str:
-        """Text of a token alone, a control token's by its name: `decode` of this one id."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
-
-    def _decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
-        parts: list[bytes] = []
-        for token in token_ids:
-            if skip_special_tokens and token in self.special_ids:
-                continue
-            later = self.token_bytes(token)
-            if later:
-                parts.append(later if parts else self.first_token_bytes(token))
-        return b"".join(parts)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token that does not come first; a control token's are its name.
-
-        They need not be UTF-8 by themselves. Empty for ids that the vocabulary does not have.
-        """
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._token_bytes(token_id)
-        return known
-
-    def first_token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token that comes first in a text (SentencePiece drops a leading space)."""
-        byte = self._fallback_byte(token_id)
-        if self._is_byte_level or (byte is not None and byte >= 0x80):
-            return self.token_bytes(token_id)
-        if not 0 <= token_id < self.vocab_size:
-            return b""
-        text = self._control.decode([token_id])
-        return text.encode()
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        name = self.token_name(token_id)
-        if name is None:
-            return b""
-        if self._is_byte_level:
-            try:
-                return bytes(BYTE_LEVEL[character] for character in name)
-            except KeyError:  # an added token with characters that stand for no byte
-                return name.encode()
-        byte = self._fallback_byte(token_id)
-        if byte is not None:
-            return bytes([byte])
-        anchor_id, anchor = self._anchor
-        text = self._control.decode([anchor_id, token_id])
-        return text.removeprefix(anchor).encode()
-
-    def token_name(self, token_id: int) -> str | None:
-        """The vocabulary's own form of a token; None where it has no such id."""
-        if not 0 <= token_id < self.vocab_size:
-            return None
-        name: str | None = self._control.library.id_to_token(token_id)
-        return name
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the highest id, added tokens included. A model may have more logits."""
-        return max(self._control.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @property
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in self._decoders
-
-    def _fallback_byte(self, token_id: int) -> int | None:
-        if "ByteFallback" not in self._decoders:
-            return None
-        found = BYTE_TOKEN.fullmatch(self.token_name(token_id) or "")
-        return int(found.group(1), 16) if found else None
-
-    @cached_property
-    def _anchor(self) -> tuple[int, str]:
-        """An ordinary token and its text: what follows it does not come first."""
-        for token_id in range(self.vocab_size):
-            if token_id in self.special_ids or self._fallback_byte(token_id) is not None:
-                continue
-            text = self._control.decode([token_id])
-            if text.isalnum():
-                return token_id, text
-        raise UnsupportedError("the tokenizer's vocabulary has no token of letters or digits")
-
-
-# --- messages ----------------------------------------------------------------------------------
-
-
-def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for a template that are not arguments of the library that renders it."""
-    if not isinstance(fields, Mapping | None):
-        raise RequestError(f"chat_template_kwargs is {type(fields).__name__}, expected a mapping")
-    taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields or ()))
-    if taken:
-        raise RequestError(
-            f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave it "
-            "out"
-        )
-    return dict(fields or {})
-
-
-def _mentions(value: Any, names: re.Pattern[str]) -> bool:
-    """Whether a string anywhere in a message mentions one of `names`."""
-    if isinstance(value, str):
-        return names.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_mentions(part, names) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_mentions(part, names) for part in value)
-    return False

@@ -19,7 +19,7 @@ x. A product sums over columns, so their order may be that of the words.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 import triton
@@ -30,9 +30,6 @@ from triton.experimental.gluon import language as gl
 from onestem.ops.triton.dependent import dependent_launch
 from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.versions import barrier, viewed
-
-if TYPE_CHECKING:
-    from onestem.ops.triton.tiled import TiledGroups
 
 __all__ = ["one_row_product"]
 
@@ -332,9 +329,26 @@ def _one_row(
                     )  # fmt: skip
 
 
+class OneRowGroups(Protocol):
+    """What is read of a weight: attributes of `TiledGroups`."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
+    @property
+    def zeros(self) -> Tensor: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def num_out(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
 def one_row_product(
     x: Tensor,
-    weight: TiledGroups,
+    weight: OneRowGroups,
     bias: Tensor | None,
     out: Tensor,
     sms: int,

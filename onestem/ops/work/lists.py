@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+import onestem.ops.plan as plan_columns
 from onestem.errors import ConfigError
-from onestem.ops import plan as plan_columns
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns

@@ -1,0 +1,116 @@
+"""A model's chat template: from messages to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from onestem.engine.text.templates import render
+from onestem.errors import RequestError
+from onestem.openai.tools import ToolForm, form_of
+
+__all__ = ["ChatTemplate", "Ending"]
+
+# What `transformers` takes beside a template's own variables.
+_NOT_TEMPLATE_FIELDS = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    )
+)  # fmt: skip
+
+
+class Ending(NamedTuple):
+    """How a rendered conversation ends."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer.
+
+    Args:
+        hugging_face: of `transformers`.
+    """
+
+    def __init__(self, hugging_face: Any) -> None:
+        self._hugging_face = hugging_face
+
+    def __bool__(self) -> bool:
+        return bool(self._hugging_face.chat_template)
+
+    @cached_property
+    def _source(self) -> str:
+        """Source of all of the model's chat templates."""
+        templates = self._hugging_face.chat_template or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of tools; None: its template does not say it."""
+        return form_of(self._source)
+
+    def plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
+        by that name alone."""
+        plain = [dict(message) for message in messages]
+        if "developer" not in self._source:
+            for message in plain:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        return plain
+
+    def fields(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Variables for a template, checked.
+
+        Raises:
+            RequestError: the template does not know one, or it is no variable of a template.
+        """
+        fields = _template_fields(given)
+        for name in ("tools", "reasoning_effort"):
+            if name in fields and name not in self._source:
+                raise RequestError(f"{name}: the model's chat template does not know it")
+        return fields
+
+    def render(
+        self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            RequestError: no template, or it refuses.
+        """
+        if not self:
+            raise RequestError(
+                "the model's tokenizer has no chat template, expected one for messages: send a "
+                "prompt instead"
+            )
+        if not messages:
+            raise RequestError("messages is empty, expected at least one message")
+        if ending.add_generation_prompt and ending.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message are both set: an answer either "
+                "begins or goes on, so set one of them"
+            )
+        try:
+            template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
+        except ValueError as error:  # several, and none for this
+            raise RequestError(f"the model has no chat template for this: {error}") from error
+        names = self._hugging_face.special_tokens_map
+        return render(template, messages, **{**names, **fields}, **ending._asdict())
+
+
+def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables for a template that are not arguments of the library that renders it."""
+    if not isinstance(fields, Mapping | None):
+        raise RequestError(f"chat_template_kwargs is {type(fields).__name__}, expected a mapping")
+    taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields or ()))
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave it "
+            "out"
+        )
+    return dict(fields or {})

@@ -1,0 +1,72 @@
+"""A prompt, tokenised, and how to continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onestem.pml import CompiledPrompt
+from onestem.request.params import SamplingParams
+from onestem.scores import ScorePath
+
+__all__ = ["Priority", "Request"]
+
+Priority = Literal["interactive", "job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, tokenised, and how to continue it.
+
+    Attributes:
+        request_id: unique among the requests an engine holds.
+        prompt_token_ids: at least one id, BOS included where the model wants it.
+        params: see `SamplingParams`; `seed` is set where the request is made.
+        prompt_array: `prompt_token_ids` as an integer array, if there is one: this saves time.
+        prompt: the text, if there was one (only handed back).
+        pml: the prompt as segments, if it imports modules; `prompt_token_ids` are its tokens in use
+            in the order of their positions.
+        stream: also return unfinished outputs from each step that sampled for it.
+        score_from: if set, log-probabilities of the prompt's tokens from this index on are
+            computed (and what lies before may come from the cache up to `score_from - 1`).
+        paths: given tokens that are scored instead of sampling (`onestem.scores`): a sequence each,
+            which shares what others compute but for the rows that it scores.
+        cache_salt: prompts of different salts never match each other's cached tokens; "" is the
+            common one.
+        common_prefix_tokens: number of the prompt's first tokens without salt: a prefix for all.
+        common_modules: the modules that a prompt in PML imports have no salt: a schema for all.
+        priority: a `job`'s request runs in what `interactive` ones leave free.
+        prefilled_tokens: number of the prompt's last tokens that a chat template writes before an
+            answer but not before the same answer in a later prompt (an empty `<think></think>`).
+        group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
+            cache until the group's last member has finished.
+        group_only: it shares these tokens alone, and only with its group (for measuring what a plan
+            saves; its modules are shared nevertheless).
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt_array: NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
+    prompt: str | None = None
+    pml: CompiledPrompt | None = None
+    stream: bool = False
+    score_from: int | None = None
+    paths: tuple[ScorePath, ...] = ()
+    cache_salt: str = ""
+    common_prefix_tokens: int = 0
+    common_modules: bool = False
+    priority: Priority = "interactive"
+    prefilled_tokens: int = 0
+    group: int | None = None
+    group_prefix_tokens: int = 0
+    group_only: bool = False
+
+    @property
+    def module_salt(self) -> str:
+        """Cache salt of the modules that it imports."""
+        return "" if self.common_modules else self.cache_salt
