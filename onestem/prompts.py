@@ -150,7 +150,11 @@ class PromptReader:
         self, prompts: object, parse_special: bool
     ) -> tuple[list[PromptIds], list[str | None]]:
         """Token ids of one prompt or several, and the text of each that was given as text."""
-        plain = [_plain(prompt) for prompt in several_prompts(prompts)]
+        plain = several_prompts(prompts)
+        for i, prompt in enumerate(plain):
+            if isinstance(prompt, Mapping):
+                with named_one("prompt", i, len(plain)):
+                    plain[i] = _of_object(prompt)
         texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
         return self.ids(plain, parse_special), texts
 
@@ -286,10 +290,8 @@ def several_prompts(prompts: object) -> list[Any]:
     raise RequestError(f"prompts is {show(prompts)}, expected a prompt or a list of prompts")
 
 
-def _plain(prompt: Any) -> Any:
-    """A prompt as text or ids, also from vLLM's object for it."""
-    if not isinstance(prompt, Mapping):
-        return prompt
+def _of_object(prompt: Mapping[str, Any]) -> Any:
+    """The text or ids in vLLM's object for a prompt."""
     kinds = prompt.keys() & {"prompt", "prompt_token_ids"}
     if len(kinds) != 1 or len(prompt) != 1:
         raise RequestError(

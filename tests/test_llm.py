@@ -226,6 +226,7 @@ def test_a_full_disk_ends_the_trace_alone(model, caplog):
             "expected an object with prompt .* or prompt_tok",
         ),
         ([{"prompt": "x", "multi_modal_data": {}}], "prompt is .*multi_modal_data.* nothing else"),
+        ([[3], {"text": "x"}], "prompt 1: prompt is .*text.* nothing else"),
         (b"text", "prompt is bytes .* expected text or token ids"),
         ([[3], bytearray(b"x")], "prompt 1: prompt is bytearray .* expected text or token ids"),
         ([[3], [1.5]], r"prompt 1: prompt holds '1.5' \(float\), expected token ids"),

@@ -162,11 +162,7 @@ def run_job(
         line_by_line=line_by_line,
         on_open_ended=on_open_ended,
     )  # fmt: skip
-    with place.locked():
-        try:
-            summary = job.go(force)
-        except KeyboardInterrupt as error:
-            raise JobInterrupted(job.how_to_go_on()) from error
+    summary = job.go(force)
     summary.seconds = time.perf_counter() - began
     return summary
 
@@ -209,7 +205,7 @@ class _Job:
         self._survey, self._identity = survey, identity
         self._tokenizer, self._validate = tokenizer, validate
         self._run, self._planner = run, planner
-        self._max_model_len, self._model_names = max_model_len, model_names
+        self._model_names = model_names
         self._checked = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         self._token_bytes, self._tell, self._warn = token_bytes, tell, warn
         self._compile_pml = compile_pml
@@ -219,16 +215,24 @@ class _Job:
         self._counts = ResultCounts()
         self._num_written = 0  # results of this run
 
-    def how_to_go_on(self) -> str:
+    def go(self, force: bool) -> JobSummary:
+        """Run it, alone in its place, to its end."""
+        with self._place.locked():
+            try:
+                return self._go(force)
+            except KeyboardInterrupt as error:
+                raise JobInterrupted(self._how_to_go_on()) from error
+
+    def _how_to_go_on(self) -> str:
         done, total = self._counts.done, self._summary.total
         return (
             f"interrupted: {done} of {total} lines are done and kept beside {self._place.output}: "
             "the same command goes on from there"
         )
 
-    def go(self, force: bool) -> JobSummary:
+    def _go(self, force: bool) -> JobSummary:
         with file_errors(self._place.output):
-            claim = Claim(self._place, self._identity, self._max_model_len, self._warn)
+            claim = Claim(self._place, self._identity, self._checked["max_model_len"], self._warn)
             complete = claim.complete(self._survey.num_lines, force)
             if complete is not None:
                 self._summary.resumed, self._summary.failed = complete.done, complete.failed
@@ -278,7 +282,7 @@ class _Job:
                 on_chunk=self._tell_read,
                 chunk_lines=self._chunk_lines,
                 first_lines=self._first_lines,
-                max_model_len=self._max_model_len,
+                max_model_len=self._checked["max_model_len"],
                 model_names=self._model_names,
                 compile_pml=self._compile_pml,
                 parse_special=self._identity.parse_special,
@@ -297,10 +301,11 @@ class _Job:
         self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))
 
     def _tell_open_ended(self, spool: Spool) -> None:
-        if self._on_open_ended is None or self._max_model_len is None:
+        most = self._checked["max_model_len"]
+        if self._on_open_ended is None or most is None:
             return
         prompts = SpooledPrompts(spool, spool.is_request.nonzero()[0])
-        found = OpenEnded.of(prompts, self._max_model_len)
+        found = OpenEnded.of(prompts, most)
         if found.requests:
             self._on_open_ended(found)
 

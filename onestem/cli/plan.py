@@ -36,49 +36,55 @@ PLANNED_BY = (
     "order",
 )
 
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, cpu, cuda or cuda:N; or a device that this machine need not have: h200.",
+        rich_help_panel=options.ENGINE,
+    ),
+]
+Predicts = Annotated[
+    bool,
+    typer.Option(
+        "--predict/--no-predict",
+        help="Predict what the job takes. The first time, this device's rates are measured, "
+        "which takes some seconds, and kept.",
+    ),
+]
+Schemas = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+    ),
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Also predict the job on this number of engines of this kind (docs/replicas.md).",
+    ),
+]
+Advises = Annotated[
+    bool,
+    typer.Option(
+        "--advice/--no-advice",
+        help="Show what another order of the prompts' fields would save. Where one saves more, "
+        "the job is tokenised again in that order.",
+    ),
+]
+
 
 @options.with_options
 def plan(
     input_file: Input,
     rows: InputOptions,
     engine: Annotated[EngineOptions, options.Only(*PLANNED_BY)],
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, cpu, cuda or cuda:N; or a device that this machine need not have: h200.",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    predicts: Annotated[
-        bool,
-        typer.Option(
-            "--predict/--no-predict",
-            help="Predict what the job takes. The first time, this device's rates are measured, "
-            "which takes some seconds, and kept.",
-        ),
-    ] = True,
-    schemas: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
-        ),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=4096,
-            help="Also predict the job on this number of engines of this kind (docs/replicas.md).",
-        ),
-    ] = None,
-    advises: Annotated[
-        bool,
-        typer.Option(
-            "--advice/--no-advice",
-            help="Show what another order of the prompts' fields would save. Where one saves more, "
-            "the job is tokenised again in that order.",
-        ),
-    ] = True,
+    device: Device = None,
+    predicts: Predicts = True,
+    schemas: Schemas = None,
+    replicas: Replicas = None,
+    advises: Advises = True,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write a report to look at (docs/plan-report.md)."),

@@ -101,6 +101,7 @@ class Requests:
             seed=options.seed,
             stats=stats,
         )
+        self.factory.on_forgotten = self._leave_job
         pool = cache.pool
         kv_tokens = pool.num_pages * pool.page_size
         most = answer_memory_bytes(options.answer_memory)
@@ -192,7 +193,6 @@ class Requests:
         answer, reason = self.factory.gate(request, key, weight)
         if answer is Gate.REFUSE:
             self.factory.forget(request.request_id)
-            self._leave_job(request.request_id)
             self.factory.refused.append(refused_output(request, reason))
         return answer
 

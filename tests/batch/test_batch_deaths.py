@@ -110,7 +110,7 @@ def test_a_panic_of_the_real_engine_is_its_death(tmp_path, monkeypatch):
         patch.setattr(llm.engine, "step_news", panicking)
         with pytest.raises(EngineDiedError, match=r"PanicException: overflow"):
             run_file(llm, source, output)
-        patch.setattr(llm.engine, "validate", lambda request: panicking())
+        patch.setattr(llm.engine.requests, "validate", lambda request: panicking())
         output = tmp_path / "refused.jsonl"
         assert run_file(llm, source, output, keep_going=True).failed == 4
 

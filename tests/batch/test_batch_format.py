@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onestem.batch import inputs
+from onestem.batch import lines as batch_lines
 from tests.batch.fakes import (
     BOS,
     FIRST_BYTE,
@@ -173,7 +173,7 @@ def test_messages_of_errors_are_short(tmp_path):
 
 
 def test_line_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 200)
     error = error_of(tmp_path, completion("x", "a" * 1000))
     assert error["code"] == "line_too_long"
     assert error["custom_id"] is None

@@ -176,8 +176,8 @@ def test_traffic_at_the_bounds(
     """Short lists of pages, rows that are made anew often or hardly ever."""
     rng = random.Random(seed)
     bounds = {
-        "order.APART_TOKENS": [1, 3, 64], "order.SPARE_WORDS": [6, 1 << 15],
-        "order.FEW_SHARE": [0.1, 9.0], "inputs.SLACK_PAGES": [1, 8],
+        "batch_rows.APART_TOKENS": [1, 3, 64], "batch_rows.SPARE_WORDS": [6, 1 << 15],
+        "batch_rows.FEW_SHARE": [0.1, 9.0], "inputs.SLACK_PAGES": [1, 8],
     }  # fmt: skip
     for name, values in bounds.items():
         monkeypatch.setattr(f"onestem.engine.step.{name}", rng.choice(values))

@@ -163,8 +163,11 @@ def test_it_happens_always(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     assert drain(engine)["late"].outputs == alone(late, 400)[0]
 
 
+@pytest.mark.parametrize("is_job", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_a_request_that_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch, depth: int, is_job: bool
+) -> None:
     engine = at_depth(make_symbolic(num_pages=200), depth)
     opened = SequenceFactory.open
 
@@ -174,9 +177,12 @@ def test_a_request_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, depth:
         return opened(self, one)
 
     monkeypatch.setattr(SequenceFactory, "open", broken)
-    for one in some_requests():
+    if is_job:
+        engine.requests.add_job("job", some_requests())
+    for one in [] if is_job else some_requests():
         engine.add_request(one)
     outputs = drain(engine)
     assert_idle(engine)
+    assert engine.requests.job_ids == []
     assert outputs["7"].outputs[0].finish_reason == "error"
     assert all(outputs[str(i)].outputs[0].finish_reason == "length" for i in range(10) if i != 7)

@@ -38,8 +38,8 @@ LARGE = {
 }
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
-    limits = Limits(cpu_seconds=0.5, wall_seconds=60, memory_bytes=memory_bytes)
+def limit(monkeypatch: pytest.MonkeyPatch, memory_bytes: int, cpu_seconds: float) -> None:
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=60, memory_bytes=memory_bytes)
     child = Child("onestem.engine.text.template_process", limits)
     monkeypatch.setattr(templates, "_answer", child.ask)
 
@@ -60,15 +60,15 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second and 256 MiB."""
-    limit(monkeypatch, 256 << 20)
+def limited_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 MiB, which no template here takes long to ask for."""
+    limit(monkeypatch, 256 << 20, 5)
 
 
 @pytest.fixture
-def limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def limited_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second, in which no template here writes 2 GiB."""
-    limit(monkeypatch, 2 << 30)
+    limit(monkeypatch, 2 << 30, 0.5)
 
 
 def chat(path: Path, template: str, messages: list[dict[str, Any]] = USER) -> str:
@@ -81,7 +81,7 @@ def is_well() -> bool:
     return templates.render("{{ messages[0].content }}!", USER) == "hi!"
 
 
-@pytest.mark.usefixtures("limited_time")
+@pytest.mark.usefixtures("limited_in_time")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_time_is_bounded(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError) as error:
@@ -93,7 +93,7 @@ def test_time_is_bounded(tmp_path: Path, name: str) -> None:
     assert is_well()
 
 
-@pytest.mark.usefixtures("limited")
+@pytest.mark.usefixtures("limited_in_memory")
 @pytest.mark.parametrize("name", LARGE)
 def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError, match="takes more than 256 MiB of memory for these messages"):

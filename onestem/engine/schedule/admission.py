@@ -263,6 +263,7 @@ class SequenceFactory:
         arrivals: arrival times of requests that are not open yet, by id.
         states: of requests that are open, by id.
         refused: outputs of requests that cannot be opened; the reader empties it.
+        on_forgotten: called with the id of a request that will not be opened.
         weights_version: of the weights that sequences are made for.
     """
 
@@ -282,6 +283,7 @@ class SequenceFactory:
         self.arrivals: dict[str, float] = {}
         self.states: dict[str, RequestState] = {}
         self.refused: list[RequestOutput] = []
+        self.on_forgotten: Callable[[str], object] = lambda request_id: None
         self.weights_version = 0
         self._stats = stats
         self._prepared: dict[str, Future[Grammar]] = {}
@@ -329,6 +331,7 @@ class SequenceFactory:
         grammar = self._prepared.pop(request_id, None)
         if grammar is not None:
             grammar.cancel()
+        self.on_forgotten(request_id)
 
     def open(self, request: Request) -> RequestState:
         """Make a request's sequences: one that computes the prompt for all n, or n if nothing is
@@ -343,7 +346,7 @@ class SequenceFactory:
             pml=_pml_prompt(request),
         )
         if request.params.choices:
-            assert self._tokenizer is not None  # `Engine.validate` saw to it
+            assert self._tokenizer is not None  # `Requests.validate` saw to it
             state.choices, paths = completion_tree(choice_ids(request, self._tokenizer))
             alternatives = request.params.logprobs
             state.sequences = [

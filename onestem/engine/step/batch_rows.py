@@ -17,6 +17,7 @@ import numpy as np
 from onestem.cache import PrefixCache, Run
 from onestem.engine.sequence import Chunk, Sequence, StepChanges
 from onestem.engine.step.inputs import DecodeLayout, NewPages, Rows, StepInputs, join_prompts
+from onestem.engine.step.run_readers import RunReaders
 from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
@@ -59,8 +60,7 @@ class BatchRows:
         self._windows = windows
         self._share = share
         self._changed = True  # whether rows did, since the last step
-        self._readers: dict[Run, dict[int, None]] = {}  # sids of rows, by the runs of their paths
-        self._reads: dict[int, list[Run]] = {}
+        self._readers = RunReaders(cache, table)
         self._spare_words = 0
         self.rows: Rows
         self.inputs: StepInputs
@@ -69,7 +69,6 @@ class BatchRows:
         self.shared_read_tokens = 0
         self._decodes: StepInputs
         self._plan: AttentionPlan
-        self._shared_tokens = 0
         self._put([])
 
     def __len__(self) -> int:
@@ -90,7 +89,7 @@ class BatchRows:
         self._changed = False
         samples, generations = self.rows.sid, self.rows.generation
         inputs = self._decodes
-        self.shared_read_tokens = self._shared_tokens
+        self.shared_read_tokens = inputs.shared_read_tokens
         if self.chunks:
             self.new_pages = None
             inputs = join_prompts(
@@ -116,12 +115,7 @@ class BatchRows:
         if keep.all():
             return
         self._changed = True
-        for sid in sids[~keep].tolist():
-            for run in self._reads.pop(sid):
-                readers = self._readers[run]
-                del readers[sid]
-                if not readers:
-                    del self._readers[run]
+        self._readers.forget(sids[~keep].tolist())
         before = np.concatenate(([0], np.cumsum(keep)))
         plan, rows, num_before = self._plan, self.rows.kept(keep), len(keep)
         self._spare_words += int(self.rows.held[~keep].sum())
@@ -230,9 +224,9 @@ class BatchRows:
         above = path[:-1]
         count, at, read = len(group), len(self.rows), 0
         alike = np.zeros(0, np.int64)
-        row, end = self._neighbour(above) if self._share else (-1, 0)
-        if row >= 0:
-            spans, stops = self._seen(row)
+        sid, end = self._readers.neighbour(above) if self._share else (-1, 0)
+        if sid >= 0:
+            spans, stops = _seen(self._plan, int(np.flatnonzero(self.rows.sid == sid)[0]))
             alike = spans[stops <= end]
             read = int(stops[len(alike) - 1]) if len(alike) else 0
             if end - read > APART_TOKENS:
@@ -248,29 +242,6 @@ class BatchRows:
         spans[alike, ROWS] += count
         self._add_rows(group, at, [run for run in above if run.start >= read])
         return True
-
-    def _neighbour(self, above: list[Run]) -> tuple[int, int]:
-        """The row that sees most of these runs, and how many tokens of them; -1: none does."""
-        version = self._cache.tree.num_splits
-        for run in reversed(above):
-            # Readers of a run that was split are noted at its lower part.
-            nodes = [run] if run in self._readers else [run, *run.children.values()]
-            for node in nodes:
-                for sid in self._readers.get(node, ()):
-                    other = self.table.sequences[sid]
-                    if other is not None and other.run is not None and run in other.path(version):
-                        return int(np.flatnonzero(self.rows.sid == sid)[0]), run.end
-        return -1, 0
-
-    def _seen(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the spans over what a row sees above its own run, from the root down, and the
-        number of tokens of its path up to each one's end."""
-        spans, runs = self._plan.spans, self._plan.runs
-        seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
-        seen[row] = False
-        found = np.flatnonzero(seen)
-        found = found[np.argsort(runs[spans[found, RUN], RUN_POSITION], kind="stable")]
-        return found, np.cumsum(spans[found, END])
 
     def _add_rows(self, group: list[Sequence], at: int, apart: list[Run]) -> None:
         """Put rows before row `at`, each with its own run, and their spans over runs `apart`."""
@@ -299,21 +270,13 @@ class BatchRows:
                 spans=joined,
             )
         )
-        self._note_readers(group)
+        self._readers.note(group)
 
     def _seated(self, sequences: list[Sequence], rows: Rows) -> Rows:
         rows.sid[:] = [sequence.sid for sequence in sequences]
         rows.generation[:] = self.table.generation[rows.sid]
         rows.length[:] = self.table.computed[rows.sid] - rows.base
         return rows
-
-    def _note_readers(self, sequences: list[Sequence]) -> None:
-        version = self._cache.tree.num_splits
-        for sequence in sequences:
-            path = sequence.path(version) if sequence.modules is None else []
-            self._reads[sequence.sid] = list(path)
-            for run in path:
-                self._readers.setdefault(run, {})[sequence.sid] = None
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
         """Make all rows again, from their sequences and new ones."""
@@ -338,9 +301,8 @@ class BatchRows:
         )
         self.rows, self._changed, self._spare_words = self._seated(sequences, rows), True, 0
         self._readers.clear()
-        self._reads.clear()
         self._set(layout.plan(np.zeros(len(rows), np.int64)))
-        self._note_readers(sequences)
+        self._readers.note(sequences)
         self.inputs, self.sampled, self.generations = self._decodes, rows.sid, rows.generation
 
     def _set(self, plan: AttentionPlan) -> None:
@@ -350,25 +312,36 @@ class BatchRows:
             plan = replace(plan, row_position=np.zeros(count, np.int32))
         self._plan = plan
         plans = {window: windowed(plan, window) for window in set(self._windows)}
-        positions, slots = self._last_rows()
+        positions, slots = _last_rows(self.rows, plan, self._cache.pool.page_size)
         plan.row_position[:] = positions
         plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = self.rows.length
         zeros = np.zeros(count, np.int64)
         self._decodes = StepInputs(
-            zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], 0
+            zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], _num_shared(plan)
         )
-        self._shared_tokens = self._count_shared()
 
-    def _last_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 `[num_rows]`: positions and slots of the rows that were launched last."""
-        rows, plan, size = self.rows, self._plan, self._cache.pool.page_size
-        place = np.maximum(rows.offset + rows.length - 1, 0)
-        starts = plan.runs[: len(rows), RUN_PAGES]
-        pages = plan.run_pages[starts + place // size].astype(np.int64)
-        positions = plan.runs[: len(rows), RUN_POSITION].astype(np.int64) + rows.length - 1
-        return positions, pages * size + place % size
 
-    def _count_shared(self) -> int:
-        """Keys that one read of a run spares all rows of a span but the first."""
-        spans = self._plan.spans.astype(np.int64)
-        return int(((spans[:, ROWS] - 1) * spans[:, END]).sum())
+def _seen(plan: AttentionPlan, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the spans over what a row sees above its own run, from the root down, and the
+    number of tokens of its path up to each one's end."""
+    spans = plan.spans
+    seen = (spans[:, ROW] <= row) & (row < spans[:, ROW] + spans[:, ROWS])
+    seen[row] = False
+    found = np.flatnonzero(seen)
+    found = found[np.argsort(plan.runs[spans[found, RUN], RUN_POSITION], kind="stable")]
+    return found, np.cumsum(spans[found, END])
+
+
+def _last_rows(rows: Rows, plan: AttentionPlan, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 `[num_rows]`: positions and slots of the rows that were launched last."""
+    place = np.maximum(rows.offset + rows.length - 1, 0)
+    starts = plan.runs[: len(rows), RUN_PAGES]
+    pages = plan.run_pages[starts + place // page_size].astype(np.int64)
+    positions = plan.runs[: len(rows), RUN_POSITION].astype(np.int64) + rows.length - 1
+    return positions, pages * page_size + place % page_size
+
+
+def _num_shared(plan: AttentionPlan) -> int:
+    """Keys that one read of a run spares all rows of a span but the first."""
+    spans = plan.spans.astype(np.int64)
+    return int(((spans[:, ROWS] - 1) * spans[:, END]).sum())

@@ -78,7 +78,7 @@ class RemoveJob:
 
 @dataclass(frozen=True)
 class Pin:
-    """A prefix to be computed and kept (see `Engine.pin_prefix`)."""
+    """A prefix to be computed and kept (see `Requests.pin_prefix`)."""
 
     name: str
     token_ids: Sequence[int]
