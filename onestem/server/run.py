@@ -15,7 +15,7 @@ import uvicorn
 from onestem.engine.text import templates
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
-from onestem.garbage import collecting_less, give_freed_memory_back
+from onestem.garbage import collecting_less, give_freed_memory_back, give_holes_back
 from onestem.models.find import find_model
 from onestem.server.api.app import make_app
 from onestem.server.api.foreign import hosts_of
@@ -26,12 +26,15 @@ from onestem.server.page.routes import page_routes
 from onestem.server.service import Service
 from onestem.server.settings import Settings
 from onestem.server.startup import say_listening, say_loading
+from onestem.threads import resident_bytes
 
 __all__ = ["HttpServer", "bind", "serve"]
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 
+# Where this process has grown by so much, the free parts of its heaps are given back.
+TRIM_SECONDS, TRIM_BYTES = 10, 64 << 20
 LAST_SECONDS = 5  # to write the errors of answers whose time is over
 
 
@@ -153,13 +156,26 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
     listener.listen(BACKLOG)  # before the line that says so: its reader may connect at once
     say_listening(service.model, host, port, keys=service.keys.needed)
     jobs_end = asyncio.create_task(_put_jobs_down(service))
+    trims = asyncio.create_task(_trim())
     try:
         await server.serve(sockets=[listener])
     finally:
+        trims.cancel()
         service.begin_to_stop()
         await jobs_end
         await service.stop()
         log.info("stopped")
+
+
+async def _trim() -> None:
+    """Give back what large bodies and answers have left free in the heaps of this process. A look
+    costs nothing; giving back holds up other threads for some milliseconds."""
+    least = resident_bytes(os.getpid())
+    while least is not None:
+        await asyncio.sleep(TRIM_SECONDS)
+        if (resident_bytes(os.getpid()) or 0) >= least + TRIM_BYTES:
+            await asyncio.to_thread(give_holes_back)
+            least = resident_bytes(os.getpid())
 
 
 async def _put_jobs_down(service: Service) -> None:

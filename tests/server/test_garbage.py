@@ -144,3 +144,28 @@ def test_a_servers_freed_memory_is_given_back(tmp_path):
     grown, heaps = holes("give", tmp_path / "heaps", MALLOC_ARENA_MAX="1")
     assert grown < 16 << 20
     assert heaps == 1
+
+
+PITTED = """
+import os
+from onestem.garbage import give_freed_memory_back, give_holes_back
+from onestem.threads import resident_bytes
+
+give_freed_memory_back()
+before = resident_bytes(os.getpid())
+bodies = [(b"x" * (100 << 10), bytes(1000)) for _ in range(1500)]
+kept = [small for _, small in bodies]
+del bodies
+grown = resident_bytes(os.getpid()) - before
+give_holes_back()
+print(grown, resident_bytes(os.getpid()) - before)
+"""
+
+
+@needs_glibc
+def test_holes_between_blocks_are_given_back():
+    """150 MiB of bodies, freed between small blocks that stay."""
+    done = subprocess.run([sys.executable, "-c", PITTED], capture_output=True, check=True)
+    kept, left = map(int, done.stdout.split())
+    assert kept > 100 << 20
+    assert left < 16 << 20

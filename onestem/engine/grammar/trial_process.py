@@ -34,7 +34,7 @@ from onestem.engine.grammar import ebnf
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.grammar.tags import check_tags
 from onestem.errors import OnestemError
-from onestem.garbage import keep_freed_memory
+from onestem.garbage import give_holes_back, keep_freed_memory
 
 __all__: list[str] = []
 
@@ -82,8 +82,6 @@ class _Compiler:
         self._numpy: Any = importlib.import_module("numpy")
         info = self._native.TokenizerInfo.deserialize_json(setup["tokenizer"])
         self._compiler = self._native.GrammarCompiler(info, 1, False, -1)
-        # Of what is kept when freed; other systems have no such function.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda padding: None)
 
     def answer(self, task: dict[str, Any]) -> bytes:
         """An answer's kind, and after a space: "again" and what to compile; "grammar" and it,
@@ -115,7 +113,7 @@ class _Compiler:
         before = _resident()
         text, tag = self._written(task)
         grammar = self._compiled(text, tag)
-        self._trim(0)
+        give_holes_back()
         size = max(_resident() - before, grammar.memory_size_bytes())
         if size > limits["kept_bytes"]:
             return b"large %d" % size
