@@ -17,12 +17,22 @@ from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 from onestem.shapes import shape_names
 
-__all__ = ["LAB", "app"]
+__all__ = ["LAB", "AsJson", "InputOrder", "Seed", "WarmUp", "app"]
 
 LAB = ("attention", "batch", "paper", "pml", "serve", "tune")
 """Verbs that the distribution onestem-lab adds (`lab/`)."""
 
 PLAIN = "job"
+
+# Options of each verb that times a job.
+InputOrder = Annotated[
+    str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")]
+WarmUp = Annotated[
+    bool, typer.Option("--warm-up/--no-warm-up", help="Run a small job first, outside the clock.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON line instead of a table.")]
 
 
 @cache
@@ -89,17 +99,10 @@ def job(
     ] = "1000",
     distinct: Annotated[str, typer.Option(help="Tokens of each request's own part.")] = "50",
     output: Annotated[str, typer.Option(help="Tokens to sample for each request.")] = "50",
-    input_order: Annotated[
-        str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")
-    ] = "shuffled",
-    seed: Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")] = 0,
-    warm_up: Annotated[
-        bool,
-        typer.Option("--warm-up/--no-warm-up", help="Run a small job first, outside the clock."),
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON line instead of a table.")
-    ] = False,
+    input_order: InputOrder = "shuffled",
+    seed: Seed = 0,
+    warm_up: WarmUp = True,
+    as_json: AsJson = False,
 ) -> None:
     """Time a job of prompts that share text, with sharing and without.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from onestem.cli import options
+from onestem.cli.bench import AsJson, InputOrder, Seed, WarmUp
 from onestem.files import check_apart
 from onestem.options import EngineOptions
 from onestem_lab.lengths import length_files, parse_lengths
@@ -33,17 +34,10 @@ def batch(
     output: Annotated[
         str, typer.Option(metavar="LENGTHS", help="Tokens to sample for each request.")
     ] = "50",
-    input_order: Annotated[
-        str, typer.Option(help="Order of the input: shuffled, sorted or round-robin.")
-    ] = "shuffled",
-    seed: Annotated[int, typer.Option(help="Seed of prompts, order and sampling.")] = 0,
-    warm_up: Annotated[
-        bool,
-        typer.Option("--warm-up/--no-warm-up", help="Run a small job first, outside the clock."),
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON line instead of a table.")
-    ] = False,
+    input_order: InputOrder = "shuffled",
+    seed: Seed = 0,
+    warm_up: WarmUp = True,
+    as_json: AsJson = False,
 ) -> None:
     """Time a job of prompts that share text, greedy, with random token ids."""
     from onestem.bench import BatchCase, run_batch
