@@ -32,9 +32,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from onestem.batch import SpooledPrompts
+from onestem.batch import JobInput, Rules, SpooledPrompts
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.spool import COLUMNS, Spool, write_spool
+from onestem.batch.first_pass import write_spool
+from onestem.batch.spool import COLUMNS, Spool
 from onestem.batch.workplace import Workplace
 from onestem.cost import Work
 from onestem.engine.text.tokenizer import Tokenizer
@@ -262,14 +263,14 @@ def measure_reading(folder: Path) -> dict[str, Any]:
         place = Workplace(folder / "read.jsonl")
         place.folder.mkdir(exist_ok=True)
         began = time.process_time()
+        source = JobInput(folder / "in.jsonl")
         write_spool(
-            folder / "in.jsonl",
+            source,
             place,
             "plan",
-            tokenizer=tokenizer,
-            validate=lambda request: None,
+            Rules(tokenizer=tokenizer, validate=lambda request: None),
             on_chunk=lambda lines, at: None,
-            first_lines=FirstLines(folder / "in.jsonl", keep_going=False, tell=None),
+            first_lines=FirstLines(source, keep_going=False, tell=None),
         )
         spent = time.process_time() - began
         tokens = place.ids.stat().st_size // 4

@@ -16,13 +16,15 @@ from onestem.batch import (
     JobInput,
     OpenEnded,
     Progress,
+    Rules,
     SpooledPrompts,
     expected_outputs,
 )
 from onestem.batch.first_lines import FirstLines
+from onestem.batch.first_pass import write_spool
 from onestem.batch.interface import IntArray
 from onestem.batch.ordered import OrderedLines
-from onestem.batch.spool import CompilePml, Spool, write_spool
+from onestem.batch.spool import CompilePml, Spool
 from onestem.batch.workplace import Workplace, file_errors
 from onestem.errors import ConfigError
 from onestem.jobs.run import bounded
@@ -156,16 +158,19 @@ def _write_spool(
         tokenizer=tokenizer,
         max_num_seqs=options.max_num_seqs,
     )
+    rules = Rules(
+        tokenizer=bounded(tokenizer, most),
+        validate=validate,
+        max_model_len=most,
+        compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
+    )
     write_spool(
         source,
         place,
         "plan",
-        tokenizer=bounded(tokenizer, most),
-        validate=validate,
+        rules,
         on_chunk=partial(_tell_read, on_progress, source.num_bytes),
         first_lines=first_lines,
-        max_model_len=most,
-        compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         parse_special=source.parse_special,
     )
     return target, tokenizer, most

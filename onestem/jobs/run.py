@@ -16,12 +16,13 @@ from onestem.batch import (
     JobSummary,
     OpenEnded,
     Progress,
+    Rules,
     model_identity,
     run_job,
 )
+from onestem.batch.first_pass import Validate
 from onestem.batch.guard import ENDS, guarded
 from onestem.batch.interface import Run
-from onestem.batch.spool import Validate
 from onestem.batch.workplace import Workplace
 from onestem.errors import JobError, OnestemError, RankError, in_one_line
 from onestem.files import check_apart
@@ -72,16 +73,18 @@ def run_file(
     return run_job(
         source,
         output,
-        tokenizer=bounded(llm.tokenizer, llm.options.max_model_len),
-        validate=guarded(validate),
+        Rules(
+            tokenizer=bounded(llm.tokenizer, llm.options.max_model_len),
+            validate=guarded(validate),
+            max_model_len=llm.options.max_model_len,
+            max_num_seqs=llm.options.max_num_seqs,
+            compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
+        ),
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
-        max_model_len=llm.options.max_model_len,
-        max_num_seqs=llm.options.max_num_seqs,
         model_identity=model_identity(llm.path),
         model_name=llm.name,
         options={**llm.options.job_identity(llm.asked), **_schema_options(llm)},
-        compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
         keep_going=keep_going,

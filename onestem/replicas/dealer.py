@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,13 +16,12 @@ from onestem.batch import DIED_TWICE
 from onestem.cost import TOKENS, Work, deal_costs
 from onestem.engine.outputs import EngineStats, refused_output
 from onestem.errors import JobError
-from onestem.planner import Deal, RunningOrder
+from onestem.planner import Deal, Planned, RunningOrder
 from onestem.planner.deal import Costs
-from onestem.planner.sort import IntArray
 from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Crew", "Dealer", "Planned"]
+__all__ = ["Crew", "Dealer"]
 
 # A replica has two open calls, so that it need not wait for the second one.
 CALLS = 2
@@ -35,26 +34,6 @@ MEASURED_SECONDS = 0.5
 MOST_DEATHS = 3
 # A request that was alone in an engine at this many deaths becomes an error.
 MOST_ALONE = 2
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """Planned requests, which are made when they are handed out.
-
-    Attributes:
-        order: of these requests, and maybe of others; the caller reports answers to it.
-        positions: `[num_requests]` their positions in its plan's order, rising.
-    """
-
-    @property
-    def order(self) -> RunningOrder: ...
-
-    @property
-    def positions(self) -> IntArray: ...
-
-    def request(self, position: int) -> Request:
-        """The request at a position of the plan's order."""
-        ...
 
 
 class Crew(Protocol):

@@ -8,8 +8,7 @@ import pytest
 
 from onestem import LLM, EngineOptions, SamplingParams
 from onestem.errors import RankError
-from onestem.planner import RunningOrder, plan_job
-from onestem.replicas.replicas import _Listed
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.replicas.worker import Facts, Failure, Worker
 from onestem.request import Request
 
@@ -87,10 +86,10 @@ def test_hand_outs_that_cut_a_group_compute_its_prefix_once(worker, run, levels)
         Request(request_id=str(i), prompt_token_ids=ids, params=params)
         for i, ids in enumerate(prompts)
     ]
-    planned = _Listed(asked, RunningOrder(plan))
+    listed = planned(asked, RunningOrder(plan))
     before = work(worker, run, []).stats.processed_prompt_tokens
     for first in range(0, 12, 4):
-        hand_out = [planned.request(position) for position in range(first, first + 4)]
+        hand_out = [listed.request(position) for position in range(first, first + 4)]
         work(worker, run, hand_out, seconds=0.0)
     to_the_end(worker, run)
     computed = work(worker, run, []).stats.processed_prompt_tokens - before

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, run_job
+from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, Rules, run_job
 from onestem.batch.format import KIND_OF_URL, LineError, url_of
 from onestem.batch.guard import ENDS
 from onestem.batch.workplace import DiskFullError, is_full
@@ -297,17 +297,19 @@ class Jobs:
         return run_job(
             source,
             place,
-            tokenizer=model.tokenizer,
-            validate=partial(run.validate, self._check),
+            Rules(
+                tokenizer=model.tokenizer,
+                validate=partial(run.validate, self._check),
+                max_model_len=model.max_model_len,
+                max_num_seqs=model.max_num_seqs,
+                model_names=model.names,
+                compile_pml=self._schemas.compiler(markups),
+            ),
             run=run,
             planner=model.planner,
-            max_model_len=model.max_model_len,
-            max_num_seqs=model.max_num_seqs,
             model_identity=model.identity,
             model_name=model.name,
-            model_names=model.names,
             options={**model.options, **schema_options(markups)},
-            compile_pml=self._schemas.compiler(markups),
             token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
             on_progress=relay,
             on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
