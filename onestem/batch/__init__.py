@@ -14,7 +14,6 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.lengths import ASSUMED_TOKENS, OpenEnded, expected_outputs
-from onestem.batch.planned import PlannedLines
 from onestem.batch.spool import Tokenizer
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "JobInterrupted",
     "JobSummary",
     "OpenEnded",
-    "PlannedLines",
     "Planner",
     "Progress",
     "Rules",

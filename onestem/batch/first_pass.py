@@ -22,6 +22,7 @@ from onestem.batch.first_lines import FirstLines
 from onestem.batch.format import BatchLine, BatchRequest, LineError, parse_line
 from onestem.batch.guard import guarded
 from onestem.batch.inputs import JobInput, Numbered
+from onestem.batch.lines import Seen
 from onestem.batch.results import result_id
 from onestem.batch.spool import NO_REQUEST, CompilePml, Tokenizer, spool_facts
 from onestem.batch.workplace import Workplace
@@ -96,7 +97,7 @@ def write_spool(
     job: str,
     rules: Rules,
     *,
-    on_chunk: Callable[[int, int], object],
+    on_chunk: Callable[[int], object],
     first_lines: FirstLines,
     chunk_lines: int = CHUNK_LINES,
     parse_special: bool | None = None,
@@ -104,7 +105,7 @@ def write_spool(
     """Do the first pass.
 
     Args:
-        on_chunk: called before and after each chunk with the numbers of lines and bytes read.
+        on_chunk: called before and after each chunk with the number of bytes read.
         first_lines: sees all lines; it may refuse the job.
         chunk_lines: at most, of a chunk.
         parse_special: of lines that do not say it; None: as `JobInput` has it.
@@ -112,13 +113,7 @@ def write_spool(
     Returns:
         The input's sha256 as read now, and the spool's facts (`spool_facts`).
     """
-    digest, num_bytes = hashlib.sha256(), 0
-
-    def see(raw: bytes) -> None:
-        nonlocal num_bytes
-        digest.update(raw)
-        num_bytes += len(raw)
-
+    seen = Seen()
     with (
         open(place.ids, "wb") as ids,
         open(place.requests, "wb") as requests,
@@ -126,17 +121,17 @@ def write_spool(
     ):
         writer = _Writer(ids, requests, table, rules.max_model_len)
         first_pass = _FirstPass(job, rules, parse_special)
-        on_chunk(0, 0)
-        for chunk in _chunks(source.read(see), chunk_lines):
+        on_chunk(0)
+        for chunk in _chunks(source.read(seen), chunk_lines):
             lines = first_pass.read(chunk)
             first_lines.see([(line.number, line.error) for line in lines])
             writer.write(lines)
-            on_chunk(writer.num_lines, num_bytes)
+            on_chunk(seen.num_bytes)
         first_lines.end()
         for file in (ids, requests, table):
             file.flush()
             os.fsync(file.fileno())
-    return digest.hexdigest(), spool_facts(place)
+    return seen.digest.hexdigest(), spool_facts(place)
 
 
 def _chunks(lines: Iterator[Numbered], most: int) -> Iterator[list[Numbered]]:
@@ -313,12 +308,10 @@ class _Writer:
         self._max_model_len = max_model_len
         self._next_id = 0
         self._next_byte = 0
-        self.num_lines = 0
 
     def write(self, lines: list[_Line]) -> None:
         rows = np.array([self._row(line) for line in lines], np.int64)
         self._table.write(rows.tobytes())
-        self.num_lines += len(lines)
 
     def _row(self, line: _Line) -> list[int]:
         record = json.dumps(_record(line)).encode()

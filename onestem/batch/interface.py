@@ -14,6 +14,7 @@ from onestem.batch.results import line_number_of
 from onestem.batch.spool import Spool
 from onestem.errors import JobError
 from onestem.planner import JobPlan
+from onestem.planner.sort import IntArray
 from onestem.request import Request, RequestOutput
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 Stage = Literal["read", "run", "write"]
-IntArray = npt.NDArray[np.int64]
 
 
 class EngineDiedError(JobError):

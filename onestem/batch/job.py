@@ -11,16 +11,13 @@
 
 A process killed at any point continues with the same command. 1 and 2 depend on the input alone and
 are repeated where incomplete, 3 goes on after the last whole line, 4 is repeated. Ids and seeds
-come from the job and `custom_id`. So the file equals that of a run without interruption, as far as
-the engine's answer to a request does not depend on what else is in its steps. (Other batches sum in
-another order, so log-probabilities agree only to float32 rounding.) Lines that ended in an error
-are not tried again.
+come from the job and `custom_id`. So the file equals that of a run without interruption, but for
+log-probabilities, which agree to float32 rounding where steps were composed otherwise. Lines that
+ended in an error are not tried again.
 
 Memory, beside that of tokenizer, planner and engine: about 100 bytes per line of the job, and tens
-of MiB for a chunk of 256 lines or one line of 16 MiB. Token ids are read for planning, and again
-when the engine pulls a request.
-Disk: 4 bytes per prompt token, as much again while a job is planned, and twice the size of the
-output at the end.
+of MiB for a chunk of lines. Disk: 4 bytes per prompt token, as much again while a job is planned,
+and twice the size of the output at the end.
 """
 
 from __future__ import annotations
@@ -264,7 +261,7 @@ class _Job:
             raise
         self.place.write_manifest(self.identity.record() | {"spool": facts | self.rules.checked})
 
-    def _tell_read(self, num_lines: int, num_bytes: int) -> None:
+    def _tell_read(self, num_bytes: int) -> None:
         self.tell(Progress(stage="read", done=num_bytes, total=self.survey.num_bytes))
 
     def _tell_open_ended(self, spool: Spool) -> None:

@@ -3,7 +3,7 @@
 It is three files of records, so that no part of the job is held in memory:
 * `ids`: int32, the token ids of all prompts, one after the other.
 * `requests`: a line of JSON per input line: how to answer it, or why it cannot be answered.
-* `lines`: eight int64 per input line (`COLUMNS`).
+* `lines`: eight int64 per input line (`LINE`).
 
 What a disk has changed in them is found: each line's ids and record have a checksum (CRC-32) in
 `lines`, and that file has one in the manifest. The first pass makes them again.
@@ -36,7 +36,7 @@ from onestem.request import WHITESPACE, Request, SamplingParams, Whitespace
 from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
-    "COLUMNS",
+    "LINE",
     "NO_REQUEST",
     "CompilePml",
     "DamagedSpoolError",
@@ -49,19 +49,13 @@ __all__ = [
 
 PIECE_BYTES = 1 << 20
 
-COLUMNS = (
-    "line_number",
-    "first_id",
-    "num_ids",
-    "record_start",
-    "record_bytes",
-    "max_output",
-    "ids_crc32",
-    "record_crc32",
-)
-LINE_NUMBER, FIRST_ID, NUM_IDS, RECORD_START, RECORD_BYTES, MAX_OUTPUT, IDS_CRC, RECORD_CRC = range(
-    len(COLUMNS)
-)
+LINE = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("line_number", "first_id", "num_ids", "record_start", "record_bytes",
+                     "max_output", "ids_crc32", "record_crc32")
+    ]
+)  # fmt: skip
 ID_BYTES = 4
 NO_REQUEST = -1  # in `num_ids`: a line that gets an error object
 
@@ -165,12 +159,17 @@ class Spool:
         self.job, self.folder = job, place.folder
         self._whitespace = whitespace
         self._compile_pml = compile_pml
-        self._table: npt.NDArray[np.int64] = _mapped(place.lines).reshape(-1, len(COLUMNS))
-        self.line_numbers = np.ascontiguousarray(self._table[:, LINE_NUMBER])
+        # An empty file cannot be mapped.
+        is_empty = place.lines.stat().st_size == 0
+        self._table: npt.NDArray[np.void] = (
+            np.empty(0, LINE) if is_empty else np.asarray(np.memmap(place.lines, LINE, "r"))
+        )
+        self.line_numbers = np.ascontiguousarray(self._table["line_number"])
         self._requests = open(place.requests, "rb")  # noqa: SIM115 - closed by `close`
         self._ids = open(place.ids, "rb")  # noqa: SIM115 - closed by `close`
 
     def close(self) -> None:
+        """Close its files."""
         self._requests.close()
         self._ids.close()
 
@@ -184,7 +183,7 @@ class Spool:
     @property
     def num_ids(self) -> npt.NDArray[np.int64]:
         """`[num_lines]` prompt tokens of each request."""
-        return self._table[:, NUM_IDS]
+        return self._table["num_ids"]
 
     @property
     def is_request(self) -> npt.NDArray[np.bool_]:
@@ -195,7 +194,7 @@ class Spool:
     @property
     def max_output(self) -> npt.NDArray[np.int64]:
         """`[num_lines]` maximum tokens of all answers to a line together; 0: not given."""
-        return self._table[:, MAX_OUTPUT]
+        return self._table["max_output"]
 
     def output_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """`max_output` of some lines for a planner, at least 1; None if no line gives it."""
@@ -204,20 +203,23 @@ class Spool:
 
     def prompt(self, index: int) -> npt.NDArray[np.int32]:
         """`[num_prompt_tokens]` ids of a request."""
-        first, count = ID_BYTES * self._table[index, FIRST_ID : NUM_IDS + 1]
-        raw = _checked(self._ids, int(first), int(count), self._table[index, IDS_CRC])
-        return np.frombuffer(raw, np.int32)
+        line = self._table[index]
+        first, count = ID_BYTES * int(line["first_id"]), ID_BYTES * int(line["num_ids"])
+        return np.frombuffer(_checked(self._ids, first, count, line["ids_crc32"]), np.int32)
 
     def _record(self, index: int) -> dict[str, Any]:
-        start, size = self._table[index, RECORD_START], self._table[index, RECORD_BYTES]
-        raw = _checked(self._requests, int(start), int(size), self._table[index, RECORD_CRC])
+        line = self._table[index]
+        start, size = int(line["record_start"]), int(line["record_bytes"])
+        raw = _checked(self._requests, start, size, line["record_crc32"])
         record: dict[str, Any] = json.loads(raw)
-        return record | {"index": index, "line_number": int(self._table[index, LINE_NUMBER])}
+        return record | {"index": index, "line_number": int(line["line_number"])}
 
     def spooled_error(self, index: int) -> SpooledError:
+        """The record of a line that gets an error object."""
         return SpooledError(**self._record(index))
 
     def spooled_request(self, index: int) -> SpooledRequest:
+        """The record of a good line."""
         return SpooledRequest(**self._record(index))
 
     def request(self, index: int) -> Request:
@@ -255,13 +257,6 @@ def _checked(file: IO[bytes], start: int, size: int, checksum: int) -> bytes:
     if len(raw) != size or zlib.crc32(raw) != checksum:
         raise DamagedSpoolError(Path(file.name))
     return raw
-
-
-def _mapped(path: Path) -> npt.NDArray[np.int64]:
-    """A file of int64; an empty one cannot be mapped."""
-    if path.stat().st_size == 0:
-        return np.empty(0, np.int64)
-    return np.asarray(np.memmap(path, np.int64, "r"))
 
 
 def spool_facts(place: Workplace) -> dict[str, int]:

@@ -20,7 +20,6 @@ from onestem.batch import (
     model_identity,
     run_job,
 )
-from onestem.batch.first_pass import Validate
 from onestem.batch.guard import ENDS, guarded
 from onestem.batch.interface import Run
 from onestem.batch.workplace import Workplace
@@ -64,7 +63,11 @@ def run_file(
         watch: of the same model; it can compare the job with its prediction afterwards.
     """
     check_trace(llm.options, source, output)
-    run, validate = _engine_of(llm)
+    run: Run
+    if isinstance(llm, Replicas):
+        run, validate = llm.run, llm.validate
+    else:
+        run, validate = partial(_run, llm), llm.engine.requests.validate
     planner = planner_of(llm.options, llm.kv_tokens)
     for path in schemas:
         llm.add_schema(path)
@@ -123,13 +126,6 @@ def check_trace(
         check_apart("trace", trace, {f"the job's {what}": path})
         if path.is_dir() and path.resolve() in trace.resolve().parents:
             raise JobError(f"trace {trace} is inside of the job's {what}: choose another file")
-
-
-def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
-    """The functions that answer requests and that validate them."""
-    if isinstance(llm, Replicas):
-        return llm.run, llm.validate
-    return partial(_run, llm), llm.engine.requests.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:

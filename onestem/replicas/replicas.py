@@ -182,23 +182,15 @@ class Replicas:
                 "the replicas answer another call: let it end first, or give all prompts at once"
             )
         try:
-            return self._answered(prompts, sampling_params, parse_special)
+            requests = self._requests(prompts, sampling_params, parse_special)
+            return self._answered(requests) if requests else []
         finally:
             self._answering.release()
 
-    def _answered(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        parse_special: bool,
-    ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params, parse_special)
-        if not requests:
-            return []
+    def _answered(self, requests: list[Request]) -> list[RequestOutput]:
         ids = [request.prompt_token_ids for request in requests]
         lengths = output_lengths(ids, (request.params for request in requests), self._max_model_len)
-        plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
-        order = RunningOrder(plan)
+        order = RunningOrder(planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths))
         place = {request.request_id: i for i, request in enumerate(requests)}
         outputs = {}
         for output in self.run(planned(requests, order)):

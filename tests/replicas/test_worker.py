@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from onestem import LLM, EngineOptions, SamplingParams
+from onestem.engine.engine import Engine
 from onestem.errors import RankError
 from onestem.planner import RunningOrder, plan_job, planned
 from onestem.replicas.worker import Facts, Failure, Worker
@@ -97,10 +98,10 @@ def test_hand_outs_that_cut_a_group_compute_its_prefix_once(worker, run, levels)
 
 
 def test_an_engine_that_dies_says_why(worker, monkeypatch):
-    def failing():
+    def failing(engine):
         raise RuntimeError("CUDA error:\nan illegal memory access")
 
-    monkeypatch.setattr(worker._llm.engine, "step", failing)
+    monkeypatch.setattr(Engine, "step", failing)
     assert worker.work(6, requests("a"), 1.0).died == (
         "RuntimeError: CUDA error: an illegal memory access"
     )
@@ -110,10 +111,11 @@ def test_a_rank_that_ends_between_two_calls_says_why(worker, monkeypatch):
     def engine(llm):
         raise RankError(f"{DEATH}: start the engine again")
 
+    before = work(worker, 7, []).stats
     monkeypatch.setattr(LLM, "engine", property(engine))
     report = worker.work(7, requests("a"), 1.0)
     assert report.died == DEATH
-    assert report.stats is worker._stats
+    assert report.stats is before
 
 
 def test_what_cannot_be_loaded_says_why():
