@@ -181,7 +181,7 @@ class LLM(Beside):
         *,
         parse_special: bool = True,
         output_kind: OutputKind = "cumulative",
-    ) -> Iterator[Answer]:
+    ) -> AwakeAnswers:
         """`generate`, with outputs as they grow: one of each prompt (`Answer.index` says which)
         after each step that sampled for it. Closing the iterator ends what is unfinished.
 
@@ -203,7 +203,7 @@ class LLM(Beside):
         texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
         output_kind: OutputKind,
-    ) -> Iterator[Answer]:
+    ) -> AwakeAnswers:
         requests, order = self._planned(ids, texts, params)
         streams = [replace(request, stream=True) for request in requests]
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
@@ -258,7 +258,7 @@ class LLM(Beside):
         *,
         output_kind: OutputKind = "cumulative",
         **options: Unpack[ChatOptions],
-    ) -> Iterator[Answer]:
+    ) -> AwakeAnswers:
         """`chat`, with outputs as they grow, as `stream` gives them. Other arguments are those of
         `chat`.
 
