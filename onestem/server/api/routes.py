@@ -165,7 +165,7 @@ async def list_schemas(service: Serves, tenant: Asks) -> Json:
 async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
     """A PML schema with its markup."""
     schema = service.schemas.find(tenant, name)
-    return {**schema.describe(), "pml": schema.markup}
+    return {**schema.describe(), "pml": schema.source}
 
 
 @api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))

@@ -5,10 +5,9 @@ Everything here runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from onestem.pml import EncodedSegment
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.messages import (
@@ -17,10 +16,8 @@ from onestem.server.link.messages import (
     Begun,
     Facts,
     Pin,
-    Prefetch,
     Ready,
     Report,
-    Unpin,
 )
 from onestem.server.link.open_jobs import OpenJobs
 from onestem.server.link.open_requests import OpenRequests
@@ -72,15 +69,13 @@ class EngineClient:
         self._stats_before: dict[str, float] = {}
         self._job_steps = RecentWindow(10.0, most=256)
 
-    async def start(self) -> Facts:
+    async def start(self) -> None:
         """Start the engine; from then on it is restarted whenever it ends.
 
         Raises:
             ConfigError: it cannot start, or was stopped before.
         """
         await self.supervisor.start()
-        assert self.facts is not None
-        return self.facts
 
     async def stop(self) -> None:
         """End the engine; requests that still wait get an error."""
@@ -173,14 +168,6 @@ class EngineClient:
     def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
         """Have a prefix computed and kept; whether it is ready, the question `prefixes` tells."""
         self.supervisor.send(Pin(name, token_ids, cache_salt))
-
-    def unpin(self, name: str) -> None:
-        """Keep a prefix no longer; one that is not pinned is ignored."""
-        self.supervisor.send(Unpin(name))
-
-    def prefetch(self, segments: Sequence[EncodedSegment], cache_salt: str) -> None:
-        """Have modules read from the disk that the next prompts may want."""
-        self.supervisor.send(Prefetch(segments, cache_salt))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Report):

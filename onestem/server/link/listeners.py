@@ -1,15 +1,14 @@
-"""Receivers of what an engine says of requests and jobs."""
+"""Receivers of what an engine says of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from onestem.request import RequestOutput
 from onestem.server.errors import ApiError
 from onestem.server.link.messages import Delta
 
-__all__ = ["JobSink", "Listener", "OnEnd", "nobody"]
+__all__ = ["Listener", "OnEnd", "nobody"]
 
 # Called once with a request's end (its pieces are not news); None where it is unknown.
 OnEnd = Callable[[Delta | None], object]
@@ -36,20 +35,4 @@ class Listener(Protocol):
 
     def on_error(self, error: ApiError) -> None:
         """The request has failed. It is still open: whoever hears this aborts it."""
-        ...
-
-
-class JobSink(Protocol):
-    """Receives a job's outputs."""
-
-    def on_output(self, output: RequestOutput) -> None:
-        """One of its requests has ended."""
-        ...
-
-    def on_pulled(self, count: int) -> None:
-        """The engine has taken `count` of its requests so far."""
-        ...
-
-    def on_down(self) -> None:
-        """The engine is gone, and with it the job."""
         ...

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onestem.options import EngineOptions
-from onestem.pml import EncodedSegment
 from onestem.request import (
     CompletionOutput,
     Request,
@@ -31,14 +30,12 @@ __all__ = [
     "JobOutput",
     "JobRequests",
     "Pin",
-    "Prefetch",
     "Ready",
     "RemoveJob",
     "Report",
     "Stop",
     "Tokens",
     "Unask",
-    "Unpin",
 ]
 
 
@@ -86,23 +83,8 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Unpin:
-    """A prefix to be kept no longer."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """Modules that the next prompts in PML may want, to be read from the disk if they are there."""
-
-    segments: Sequence[EncodedSegment]
-    cache_salt: str
-
-
-@dataclass(frozen=True)
 class Ask:
-    """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers. `key`
+    """A question that gets one `Answered`: `what` is validate, or one that `Orders` answers. `key`
     and `weight` are of the request to validate: see `GrammarCompiler.prepare`."""
 
     token: int

@@ -24,18 +24,11 @@ class Orders:
 
     Args:
         job_of: of a request's id; None: it is no job's.
-        admit_all: hands over requests that wait for others.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        job_of: Callable[[str], str | None],
-        admit_all: Callable[[], object],
-    ) -> None:
+    def __init__(self, engine: Engine, job_of: Callable[[str], str | None]) -> None:
         self._engine = engine
         self._job_of = job_of
-        self._admit_all = admit_all
 
     def answer(self, ask: Ask) -> Answered:
         """The answer to a question, or what came of an order: an error, if it failed."""
@@ -56,21 +49,19 @@ class Orders:
         return {
             "pause": lambda _: self._pause(True),
             "resume": lambda _: self._pause(False),
-            "sleep": self._sleep,
+            "sleep": engine.weights.sleep,
             "wake_up": self._wake_up,
             "drop_weights": lambda _: engine.weights.drop(),
             "reset_prefix_cache": lambda running: engine.reset_prefix_cache(
                 reset_running_requests=running
             ),
             "update_weights": self._update_weights,
+            "unpin": self._unpin,
+            "prefetch": lambda modules: engine.requests.prefetch_modules(*modules),
         }
 
     def _pause(self, paused: bool) -> None:
         self._engine.is_paused = paused
-
-    def _sleep(self, level: int) -> None:
-        self._admit_all()  # they came before: the engine refuses them later
-        self._engine.weights.sleep(level)
 
     def _wake_up(self, tags: Collection[str] | None) -> bool:
         """Wake up; returns whether all is awake."""
@@ -82,6 +73,11 @@ class Orders:
 
         file, version = value
         return self._engine.weights.update(load_file(file).items(), version)
+
+    def _unpin(self, name: str) -> None:
+        """Keep a prefix no longer; one that was refused was never kept."""
+        if name in self._engine.requests.pins:
+            self._engine.requests.unpin_prefix(name)
 
     def _snapshot(self) -> dict[str, Any]:
         """The engine's snapshot, with jobs' holdings under the jobs' names."""

@@ -197,15 +197,13 @@ class Supervisor:
                 else:
                     self._hear(message)
         except EOFError:
-            self._link = None
             reason = self.error if self.state == "stuck" else reason
-            ended = await link.end()
         except Exception as error:  # nobody would listen to this engine any more
             log.exception("engine_unheard", error)
-            self._link = None
-            link.kill()
-            ended = await link.end()
             reason = f"what the engine said was not understood: {type(error).__name__}: {error}"
+            link.kill()
+        self._link = None
+        ended = await link.end()
         return reason or f"the engine process ended ({ended})"
 
     def _hear(self, message: Any) -> None:

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import secrets
-import time
 from typing import Any, BinaryIO
 
 from onestem.checked import show
 from onestem.server.errors import ApiError
-from onestem.server.objects.store import Row, Store
+from onestem.server.objects.store import Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
 __all__ = [
@@ -34,7 +33,7 @@ def new_file_row(tenant: str, filename: str, purpose: str) -> Row:
         "filename": filename,
         "purpose": purpose,
         "bytes": 0,
-        "created_at": int(time.time()),
+        "created_at": now(),
     }
 
 

@@ -27,14 +27,14 @@ from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.batch_records import counts_of, error_list, new_batch, now
+from onestem.server.objects.batch_records import counts_of, error_list, new_batch
 from onestem.server.objects.files import check_room
 from onestem.server.objects.job_attempt import JobAttempt, StoppedError, in_thread
 from onestem.server.objects.job_files import count_lines, counts_in, keep_output
 from onestem.server.objects.job_progress import ProgressRelay
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.schemas import Schemas
-from onestem.server.objects.store import OPEN_STATUSES, Row, Store
+from onestem.server.objects.store import OPEN_STATUSES, Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
 __all__ = ["JobModel", "Jobs"]

@@ -11,13 +11,14 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onestem.errors import ConfigError
 
-__all__ = ["Store"]
+__all__ = ["OPEN_STATUSES", "Row", "Store", "now"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -37,6 +38,11 @@ VERSION = 1
 OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 Row = dict[str, Any]
+
+
+def now() -> int:
+    """Unix seconds, as rows have them."""
+    return int(time.time())
 
 
 class Store:
