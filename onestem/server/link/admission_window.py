@@ -20,8 +20,8 @@ ENOUGH = 24  # new requests that need not wait for more
 
 
 class AdmissionWindow:
-    """A gate of the engine's queue, in front of the engine's own. Whoever it holds up has its place
-    by its arrival.
+    """A gate of the engine's queue, in front of the engine's own. The queue holds new requests in
+    the order of their arrival until it opens.
 
     Args:
         gate: asked about those that may join.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from onestem.request import Request, RequestOutput
-from onestem.server.link.messages import JobOutput, JobRequests, RemoveJob
+from onestem.server.link.messages import JobRequests, RemoveJob
 from onestem.server.link.supervisor import Supervisor
 
 __all__ = ["JobNews", "OpenJobs"]
@@ -16,7 +16,7 @@ JobNews = RequestOutput | int | None
 
 
 class OpenJobs:
-    """Who hears of which job.
+    """What to call with news of each job.
 
     Args:
         supervisor: of the engine that they are sent to.
@@ -25,6 +25,9 @@ class OpenJobs:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._hears: dict[str, Callable[[JobNews], object]] = {}
+
+    def __len__(self) -> int:
+        return len(self._hears)
 
     def open(self, job_id: str, hear: Callable[[JobNews], object]) -> None:
         """Have `hear` called with news of a job, until it is closed or the engine has died; raises
@@ -41,16 +44,11 @@ class OpenJobs:
         if self._hears.pop(job_id, None) is not None:
             self._supervisor.send(RemoveJob(job_id))
 
-    def take(self, outputs: Iterable[JobOutput], pulled: Mapping[str, int]) -> None:
-        """Hand on what a report has of jobs."""
-        for one in outputs:
-            self._tell(one.job_id, one.output)
-        for job_id, count in pulled.items():
-            self._tell(job_id, count)
-
-    def _tell(self, job_id: str, news: JobNews) -> None:
-        if job_id in self._hears:
-            self._hears[job_id](news)
+    def take(self, news: Iterable[tuple[str, JobNews]]) -> None:
+        """Hand on news of jobs; of those that are not open they are ignored."""
+        for job_id, one in news:
+            if job_id in self._hears:
+                self._hears[job_id](one)
 
     def end(self) -> None:
         """The engine is gone, and all jobs with it."""

@@ -8,20 +8,47 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from onestem.errors import RequestError
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.link.chunk_size import ChunkSize
-from onestem.server.link.listeners import Listener, OnEnd, nobody
 from onestem.server.link.messages import Abort, Add, Begun, Delta, Tokens
 from onestem.server.link.recent_window import RecentWindow
 from onestem.server.link.supervisor import Supervisor
 from onestem.server.logs import log
 
-__all__ = ["OpenRequest", "OpenRequests"]
+__all__ = ["Listener", "OpenRequest", "OpenRequests"]
+
+# Called once with a request's end (its pieces are not news); None where it is unknown.
+OnEnd = Callable[[Delta | None], object]
+
+
+def _nobody(last: Delta | None) -> None:
+    """Ignore a request's end."""
+
+
+class Listener(Protocol):
+    """Receives a request's news, until it has ended."""
+
+    def on_token(self, index: int, token_id: int, text: str, weights_version: int) -> None:
+        """A token of the sequence `index`, with what it adds to the text."""
+        ...
+
+    def on_delta(self, delta: Delta) -> None:
+        """Any other news; the last one is `finished`."""
+        ...
+
+    def on_restart(self) -> None:
+        """The engine died: the request's news will come again, from their beginning."""
+        ...
+
+    def on_error(self, error: ApiError) -> None:
+        """The request has failed. It is still open: whoever hears this aborts it."""
+        ...
 
 
 @dataclass
@@ -35,11 +62,6 @@ class OpenRequest:
     number: int | None = None  # among those that were sent to this engine
     begun: bool = False  # by this engine
     was_lost: bool = False  # an engine died that had begun it
-
-    @property
-    def sent(self) -> bool:
-        """Whether this engine has been sent it."""
-        return self.number is not None
 
     def tell_error(self, error: ApiError) -> None:
         """Tell the listener; one that fails keeps nobody else from hearing."""
@@ -97,14 +119,14 @@ class OpenRequests:
         if self._supervisor.state == "running":
             self._hand_over(entry)
 
-    def abort(self, request_id: str, on_end: OnEnd = nobody) -> None:
+    def abort(self, request_id: str, on_end: OnEnd = _nobody) -> None:
         """End a request, wherever it is; its listener gets no more news.
 
         Args:
             on_end: called once with the request's end; None where it is unknown.
         """
         entry = self._forget(request_id)
-        if entry is not None and entry.sent and self._supervisor.is_connected:
+        if entry is not None and entry.number is not None and self._supervisor.is_connected:
             self._aborted[request_id] = on_end
             self._supervisor.send(Abort(request_id))
         else:
@@ -207,16 +229,15 @@ class OpenRequests:
     def take_aborted(self, request_id: str, last: Delta | None) -> None:
         """The engine is done with a request, whether it was aborted or ended by itself."""
         try:
-            self._aborted.pop(request_id, nobody)(last)
+            self._aborted.pop(request_id, _nobody)(last)
         except Exception as error:  # of one request: the news of others follow
             log.exception("news_failed", error, id=request_id)
 
-    def refuse(self, request_id: str, why: str) -> bool:
-        """The engine refuses a request; returns whether it is one of these."""
+    def refuse(self, request_id: str, why: str) -> None:
+        """The engine refuses a request."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._fail(entry, as_api_error(RequestError(why)))
-        return entry is not None
 
     def _hand_over(self, entry: OpenRequest) -> None:
         try:

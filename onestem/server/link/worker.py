@@ -39,7 +39,6 @@ from onestem.server.link.messages import (
     Facts,
     Failed,
     JobRequests,
-    Pin,
     Ready,
     RemoveJob,
     Report,
@@ -102,8 +101,8 @@ class Worker:
         self._leave = leave
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._checks = Checks(engine, self._commands.put)
-        self._queue = engine.requests.queue.interactive
-        self._queue.gate = self._admission_window = AdmissionWindow(self._queue.gate)
+        line = engine.requests.queue.interactive
+        line.gate = self._admission_window = AdmissionWindow(line.gate)
         self._deltas = Deltas()
         self._job_feeds = JobFeeds(engine)
         self._orders = Orders(engine, self._job_feeds.job_of)
@@ -192,7 +191,8 @@ class Worker:
             self.take(message)
         # An idle engine lets all in: no running request would be delayed.
         num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
-        self._admission_window.look(num_streams, self._queue.num_held)
+        num_held = self._engine.requests.queue.interactive.num_held
+        self._admission_window.look(num_streams, num_held)
         return took
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
@@ -237,11 +237,6 @@ class Worker:
                 self._job_feeds.extend(message)
             case RemoveJob(job_id):
                 self._job_feeds.remove(job_id)
-            case Pin(name, token_ids, cache_salt):
-                try:
-                    self._engine.requests.pin_prefix(name, token_ids, cache_salt=cache_salt)
-                except OnestemError as error:
-                    self._refused[name] = str(error)
             case Ask():
                 self._answers.append(self._orders.answer(message))
             case Answered():

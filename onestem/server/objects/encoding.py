@@ -42,7 +42,9 @@ async def compute_modules(
                 await client.ask("validate", request)
             client.jobs.send(job, part, first=True)  # a client or the start waits for it
             for _ in part:
-                _check(await _next(news))
+                completion = (await _next(news)).outputs[0]
+                if completion.finish_reason == "error":
+                    raise ApiError(500, str(completion.stop_reason), code="engine_error")
     finally:
         client.jobs.close(job)
 
@@ -57,12 +59,6 @@ def _request(name: str, compiled: CompiledPrompt, cache_salt: str, common: bool)
         common_modules=common,
         priority="job",
     )
-
-
-def _check(output: RequestOutput) -> None:
-    completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        raise ApiError(500, str(completion.stop_reason), code="engine_error")
 
 
 async def _next(news: asyncio.Queue[JobNews]) -> RequestOutput:

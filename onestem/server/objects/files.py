@@ -96,11 +96,11 @@ def _save(source: BinaryIO, store: Store, file_id: str) -> int:
     return size
 
 
-async def find_file(store: Store, tenant: Tenant, file_id: str) -> Row:
-    """The row of a key's file; raises a 404 if it has none of that id."""
+async def find_file(store: Store, tenant: Tenant, file_id: str, param: str = "id") -> Row:
+    """The row of a key's file; raises a 404 if it has none of that id, which is in `param`."""
     row = await asyncio.to_thread(store.file, tenant.name, file_id)
     if row is None:
-        raise ApiError(404, f"there is no file {show(file_id)}", param="id", code="not_found")
+        raise ApiError(404, f"there is no file {show(file_id)}", param=param, code="not_found")
     return row
 
 

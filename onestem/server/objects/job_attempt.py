@@ -108,10 +108,11 @@ class JobAttempt:
         guarded(check)(request)
         if request.params.response_format is None and request.pml is None:
             return
+        whose: Any = {"key": self._owner.name, "weight": self._owner.weight}
         with self._reading.elsewhere():
             for pause in (*PAUSES, None):
                 try:
-                    self._prepare(request)
+                    self._result(self._client.ask("validate", request, PREPARE_SECONDS, **whose))
                     return
                 except (BusyError, NoAnswerError) as error:
                     if pause is None:
@@ -119,16 +120,10 @@ class JobAttempt:
                         raise RequestError(f"{error.message} (tried {tries} times)") from error
                     log.warning("line_waits", job=self._name, error=error.message, seconds=pause)
                     self._result(asyncio.sleep(pause))
-
-    def _prepare(self, request: Request) -> None:
-        owner, most = self._owner, PREPARE_SECONDS
-        asked = self._client.ask("validate", request, most, key=owner.name, weight=owner.weight)
-        try:
-            self._result(asked)
-        except (EngineDownError, BusyError, NoAnswerError):
-            raise
-        except ApiError as error:
-            raise RequestError(error.message) from error
+                except EngineDownError:
+                    raise
+                except ApiError as error:
+                    raise RequestError(error.message) from error
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Hand requests over as there is room for them, yield outputs as they come."""

@@ -208,7 +208,7 @@ class Prefixes:
     def _pin(self, prefix: Prefix) -> None:
         prefix.ready = False
         for kind, ids in prefix.forms.items():
-            self._client.pin(prefix.pin_name(kind), ids, prefix.salt)
+            self._client.tell("pin", (prefix.pin_name(kind), ids, prefix.salt))
 
     def _drop(self, prefix: Prefix) -> None:
         self._all.pop(id(prefix), None)
@@ -219,15 +219,6 @@ class Prefixes:
         """Pin all prefixes in a new engine."""
         for prefix in self._all.values():
             self._pin(prefix)
-
-    def refused(self, pin_name: str, why: str) -> None:
-        """The engine refuses a form of a prefix."""
-        for prefix in self._all.values():
-            if pin_name in map(prefix.pin_name, prefix.forms):
-                # The engine knows it by another name.
-                named = f"prefix {prefix.name!r}"
-                told = why.replace(f"prefix {pin_name!r}", named)
-                prefix.refused = told if told.startswith(named) else f"{named}: {told}"
 
     async def until_ready(self) -> None:
         """Wait until all are computed. A key's that is refused, for less KV memory than it was made
@@ -251,14 +242,19 @@ class Prefixes:
             await asyncio.sleep(POLL_SECONDS)
 
     def take_infos(self, infos: Iterable[Mapping[str, Any]]) -> None:
-        """Take what the engine tells of its pinned prefixes, one for each form."""
+        """Take what the engine says of its prefixes, one for each form (see `Orders`)."""
         by_name = {info["name"]: info for info in infos}
         for prefix in self._all.values():
             names = [prefix.pin_name(kind) for kind in prefix.forms]
             prefix.infos = [by_name[name] for name in names if name in by_name]
             prefix.ready = len(prefix.infos) == len(names) and all(
-                info["ready"] for info in prefix.infos
+                info.get("ready") for info in prefix.infos
             )
+            for info in prefix.infos:
+                if "refused" in info:  # by another name
+                    named = f"prefix {prefix.name!r}"
+                    why = info["refused"].replace(f"prefix {info['name']!r}", named)
+                    prefix.refused = why if why.startswith(named) else f"{named}: {why}"
 
     def find(self, tenant: Tenant, name: str) -> Prefix:
         """A tenant's own prefix or an operator's of that name."""
