@@ -1,4 +1,5 @@
-"""What a model directory says about itself: `config.json` and `generation_config.json`.
+"""What a model says about itself: `config.json` and `generation_config.json` of a directory, or the
+fields of a GGUF file.
 
 The files are read as plain JSON, so that no version of another library decides what a field means.
 Whatever the decoder does not compute exactly is refused by name; nothing is approximated. A field
@@ -14,42 +15,15 @@ from functools import cached_property
 from pathlib import Path
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
-from onestem.models.description import (
-    Alibi,
-    Description,
-    LayerHeads,
-    LayerRotary,
-    Learned,
-    LongRope,
-    Proportional,
-    RopeScaling,
-    Rotary,
-    Yarn,
-)
+from onestem.models.description import Description, Yarn
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.models.gguf.architectures import config_fields as gguf_fields
 from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 
-__all__ = [
-    "ARCHITECTURES",
-    "Alibi",
-    "GenerationDefaults",
-    "LayerHeads",
-    "LayerRotary",
-    "Learned",
-    "LongRope",
-    "ModelConfig",
-    "Proportional",
-    "RopeScaling",
-    "Rotary",
-    "Yarn",
-]
-
-ARCHITECTURES = tuple(FAMILIES)
-
-DTYPES = ("bfloat16", "float16", "float32")
+__all__ = ["GenerationDefaults", "ModelConfig"]
 
 # Layers and experts, by the names that families give them.
 COUNTS = (
@@ -71,7 +45,7 @@ class ModelConfig(Description):
     """A decoder, the dtype of its weights, and its special tokens.
 
     Attributes:
-        architecture: one of `ARCHITECTURES`.
+        architecture: one of `FAMILIES`.
         quantization: how the checkpoint's linear layers are stored; None: in 16 or 32 bits.
     """
 
@@ -82,18 +56,22 @@ class ModelConfig(Description):
 
     @staticmethod
     def from_directory(path: str | Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`, where there) of a model directory."""
-        directory = Path(path)
-        fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+        """Read `config.json` (and `generation_config.json`, where there) of a model directory, or a
+        GGUF file."""
+        fields = _config_fields(Path(path))
         architecture, common = _architecture(fields), _with_text_fields(fields)
         common.refuse_others(is_causal=True)  # of any family, in transformers
         _check_counts(fields)
         description = FAMILIES[architecture].read(fields, architecture)
         four_bits = description.experts is not None and description.experts.mxfp4
-        generation = _generation_fields(directory)
+        generation = _generation_fields(Path(path))
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
-            torch_dtype=_dtype(common),
+            torch_dtype=common.one_of(
+                "torch_dtype" if common.values.get("dtype") is None else "dtype",
+                *("bfloat16", "float16", "float32"),
+                default="float32",
+            ),
             quantization=None if four_bits else read_quantization(fields),
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
@@ -127,9 +105,7 @@ class GenerationDefaults:
             ConfigError: a value that no request may have. End-of-sequence ids that are no tokens of
                 the model are left out with a warning.
         """
-        directory = Path(path)
-        generation = _generation_fields(directory)
-        config = Fields(read_json(directory / "config.json"), directory / "config.json")
+        generation, config = _generation_fields(Path(path)), _config_fields(Path(path))
         defaults = GenerationDefaults(
             temperature=generation.optional_number("temperature"),
             top_k=generation.optional_integer("top_k"),
@@ -138,7 +114,11 @@ class GenerationDefaults:
             repetition_penalty=generation.optional_number("repetition_penalty"),
             eos_token_ids=_known_eos(_with_text_fields(config), generation),
         )
-        defaults.check(generation.source)
+        values = {name: value for name, value in vars(defaults).items() if name != "eos_token_ids"}
+        try:
+            SamplingParams(**values)
+        except RequestError as error:
+            raise ConfigError(f"{generation.source}: {error}") from error
         return defaults
 
     def ends(self, tokenizer_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
@@ -147,13 +127,11 @@ class GenerationDefaults:
         of_model = (token for token in tokenizer_ids if token < vocab_size)
         return tuple(dict.fromkeys((*self.eos_token_ids, *of_model)))
 
-    def check(self, source: Path | str) -> None:
-        """Raise `ConfigError` for values that a request could not have either."""
-        values = {name: value for name, value in vars(self).items() if name != "eos_token_ids"}
-        try:
-            SamplingParams(**values)
-        except RequestError as error:
-            raise ConfigError(f"{source}: {error}") from error
+
+def _config_fields(path: Path) -> Fields:
+    if path.is_file():
+        return gguf_fields(path)
+    return Fields(read_json(path / "config.json"), path / "config.json")
 
 
 def _generation_fields(directory: Path) -> Fields:
@@ -191,21 +169,11 @@ def _with_text_fields(fields: Fields) -> Fields:
 def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
-        raise fields.wrong("architectures", f"a list of one of {', '.join(ARCHITECTURES)}")
+        raise fields.wrong("architectures", f"a list of one of {', '.join(FAMILIES)}")
     name = str(names[0])
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         raise UnsupportedError(f"{fields.source}: {name} is not supported: {refusal(name)}")
     return name
-
-
-def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
-    value = fields.values.get(name)
-    if value is None:
-        return "float32"
-    if value not in DTYPES:
-        raise fields.unsupported(name, ", ".join(DTYPES))
-    return str(value)
 
 
 def _bos_token_id(fields: Fields, generation: Fields) -> int | None:
@@ -234,6 +202,6 @@ def _known_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
     for source in (generation, fields):
         unknown = ", ".join(str(token) for token in _ends_in(source) if not 0 <= token < size)
         if unknown:
-            told = "%s: eos_token_id has %s, and the model has %d tokens: left out"
-            log.warning(told, source.source, unknown, size)
+            line = "%s: eos_token_id has %s, and the model has %d tokens: left out"
+            log.warning(line, source.source, unknown, size)
     return tuple(token for token in _eos_token_ids(fields, generation) if 0 <= token < size)

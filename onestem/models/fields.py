@@ -40,6 +40,14 @@ class Fields:
             if self.values.get(name) not in (None, value):
                 raise self.unsupported(name, repr(value))
 
+    def one_of(self, name: str, *known: str, default: str | None = None) -> Any:
+        """One of the known values; `default` where the field is absent. Raises `UnsupportedError`
+        for another value."""
+        value = self.values.get(name)
+        if value not in (None, *known):
+            raise self.unsupported(name, ", ".join(known))
+        return default if value is None else value
+
     def optional_integer(self, name: str) -> int | None:
         """An integer; None: the field is absent. Raises `ConfigError` for another value."""
         value = self.values.get(name)
@@ -78,7 +86,7 @@ class Fields:
         return value
 
     def positive_numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """A list of positive numbers. Raises `ConfigError` for another value."""
         values = self.values.get(name)
         if not isinstance(values, list) or not values:
             raise self.wrong(name, "a list of positive numbers")
@@ -104,7 +112,8 @@ class Fields:
         raise self.wrong(name, "an object or null")
 
     def head_dim(self, size: str, heads: str) -> int:
-        """The field `size` divided by the field `heads`."""
+        """The field `size` divided by the field `heads`. Raises `ConfigError` where one is absent,
+        or `size` is no multiple of `heads`."""
         if self.positive(size) % self.positive(heads):
             raise self.wrong(size, f"a multiple of {heads} ({self.positive(heads)})")
         return self.positive(size) // self.positive(heads)
@@ -116,7 +125,8 @@ def is_integer(value: object) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model directory."""
+    """The JSON object in a file of a model directory. Raises `ConfigError` where it is absent,
+    cannot be read or is no object."""
     try:
         text = read_regular(file, ConfigError)
     except FileNotFoundError:

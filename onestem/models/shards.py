@@ -10,6 +10,7 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.files import check_regular
 from onestem.models.fields import read_json
 from onestem.models.find import other_format
+from onestem.models.gguf.file import open_gguf
 from onestem.models.names import listed
 from onestem.native import native
 
@@ -33,7 +34,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def file_bytes(directory: Path) -> int:
-    """Bytes of the files that hold a directory's tensors; raises `WeightsError` without them."""
+    """Bytes of the files that hold a model's tensors; raises `WeightsError` without them."""
+    if directory.is_file():
+        return open_gguf(directory).num_bytes
     return sum(file.stat().st_size for file in set(tensor_files(directory).values()))
 
 
@@ -42,8 +45,8 @@ def _no_weights(directory: Path) -> str:
     if others:
         rest = f", but {listed(others)}: write the weights as transformers does"
     else:
-        told = other_format(directory)
-        rest = f", but {told}" if told else ": convert the weights to these"
+        found = other_format(directory)
+        rest = f", but {found}" if found else ": convert the weights to these"
     return (
         f"{directory} has neither model.safetensors nor model.safetensors.index.json{rest}, or ask "
         "for random weights"
@@ -63,7 +66,10 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     absent = sorted(file.name for file in shards if not _is_file(file))
     if absent:
         raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
-    held = {file: set(_names_in(file)) for file in sorted(shards)}
+    held = {}
+    for file in sorted(shards):
+        with opened(file) as handle:
+            held[file] = set(handle.keys())
     lost = sorted(name for name, file in files.items() if name not in held[file])
     if lost:
         raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
@@ -80,11 +86,6 @@ def _is_file(file: Path) -> bool:
         return file.is_file()
     except OSError:  # a name that no file can have
         return False
-
-
-def _names_in(file: Path) -> list[str]:
-    with opened(file) as handle:
-        return list(handle.keys())
 
 
 def opened(file: Path) -> safe_open:

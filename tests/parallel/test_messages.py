@@ -1,4 +1,4 @@
-"""Other ranks know a step by what rank 0 tells them alone: a symbolic model that is told steps sees
+"""Other ranks know a step by rank 0's message alone: a symbolic model that reads messages sees
 every key that the engine's own sees."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.engine.harness import assert_idle
 from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
 
 
-class ToldTeam:
+class LedTeam:
     """A rank in the same thread, which knows messages alone."""
 
     def __init__(self, num_slots: int) -> None:
@@ -23,12 +23,12 @@ class ToldTeam:
         self.sizes: dict[bool, list[int]] = {True: [], False: []}  # of messages: whole, or not
         self.blocks: list[np.ndarray] = []
 
-    def tell(self, message: bytes) -> None:
-        told = self.reader.read(message)
-        assert isinstance(told, StepMessage)
-        self.sizes[told.new_pages is None].append(len(message))
+    def send(self, message: bytes) -> None:
+        step = self.reader.read(message)
+        assert isinstance(step, StepMessage)
+        self.sizes[step.new_pages is None].append(len(message))
         assert not self.blocks, "logits that rank 0 has not made"
-        logits = self.runner.run(told.inputs, None, None)
+        logits = self.runner.run(step.inputs, None, None)
         self.blocks = [block.numpy() for block in [*logits.samples, *logits.scored]]
 
     def failed(self, error: Exception) -> Exception:
@@ -38,16 +38,16 @@ class ToldTeam:
         pass
 
 
-class ToldRunner(LeadRunner):
-    """Compares each block of logits with that of the rank that is told."""
+class LedRunner(LeadRunner):
+    """Compares each block of logits with that of the other rank."""
 
-    def _each(self, blocks):
-        for block in super()._each(blocks):
+    def each(self, blocks):
+        for block in super().each(blocks):
             np.testing.assert_array_equal(block.numpy(), self._team.blocks.pop(0))
             yield block
 
 
-def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
+def led_engine(rng: random.Random, depth: int, page_size: int | None = None):
     num_pages, page_size = rng.choice([40, 150]), page_size or rng.choice([1, 2, 4])
     engine = make_symbolic(
         num_pages=num_pages,
@@ -58,8 +58,8 @@ def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
     own = engine.launcher.runner
     own.decoder, own.kv_pages = engine.weights.decoder, []
     own.depth = depth
-    team = ToldTeam(num_pages * page_size)
-    engine.launcher.runner = ToldRunner(own, team)
+    team = LedTeam(num_pages * page_size)
+    engine.launcher.runner = LedRunner(own, team)
     return engine, team
 
 
@@ -69,7 +69,7 @@ def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
 def test_random_traffic(seed: int, depth: int) -> None:
     """With aborts, memory for few, and samplers that fail before all logits are made."""
     rng = random.Random(seed)
-    engine, team = told_engine(rng, depth)
+    engine, team = led_engine(rng, depth)
     shared = [rng.randrange(8) for _ in range(12)]
     waiting = [
         request(
@@ -106,8 +106,8 @@ def test_random_traffic(seed: int, depth: int) -> None:
     assert all(team.sizes.values()), "both kinds of messages were there"
 
 
-def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
-    engine, team = told_engine(random.Random(0), 1, page_size=16)
+def test_a_message_of_decodes_has_their_tokens_and_pages_alone():
+    engine, team = led_engine(random.Random(0), 1, page_size=16)
     for i in range(8):
         engine.add_request(request(i, [1, 2, 3, i], max_tokens=30))
     while engine.has_unfinished():
@@ -121,5 +121,7 @@ def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
 
 def test_calls():
     assert Reader(()).read(call("load", "path", {"a": 1})) == CallMessage(
-        "load", ("path", {"a": 1})
+        "load", ("path", {"a": 1}), {}
     )
+    options = Reader(()).read(call("release_weights", keep=True))
+    assert options == CallMessage("release_weights", (), {"keep": True})
