@@ -21,8 +21,8 @@ from onestem.models.quantization import Scheme
 from onestem.models.sizes import rounds_head, target_of
 from onestem.models.tensors import Tensors, TensorSpec
 from onestem.models.weights import checked_config
+from onestem.ops import LayerOps
 from onestem.ops.experts import GroupedWeight
-from onestem.ops.layers import TorchLayers
 from onestem.options import Quantize
 
 __all__ = ["FormatError", "format_errors"]
@@ -173,7 +173,7 @@ def _of_experts(
     chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
     scores = torch.full(size, 1 / experts.top_k, device=x.device)
     right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    activate = expert_activation(config, TorchLayers()).function
+    activate = expert_activation(config, LayerOps()).function
     off, whole = 0.0, 0.0
     for index in range(experts.num):
         up, down = (_exact(weight, index) for weight in exact)
