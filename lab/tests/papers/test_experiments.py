@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -43,6 +44,7 @@ from onestem_lab.papers.report import html_of, picture_of
 from onestem_lab.papers.run import run_experiment
 from onestem_lab.papers.serve import SustainableRates
 from onestem_lab.papers.table import table_of, text_of
+from tests.soak import soaked
 
 SCALE = 0.01
 TINY = {
@@ -107,7 +109,16 @@ def cut(experiment: Experiment) -> Experiment:
     return experiment
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def one_of_each_kind() -> Iterator[object]:
+    """All experiments; those after the first of a kind of measure are left to `make soak`."""
+    known = set()
+    for name, experiment in EXPERIMENTS.items():
+        kind = type(experiment.measure)
+        yield soaked(name) if kind in known else name
+        known.add(kind)
+
+
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_each_runs(name, bench, untold):
     experiment = cut(EXPERIMENTS[name])
     result = run_experiment(experiment, untold if name in OWN_MODEL else bench, "command")
@@ -122,6 +133,7 @@ def test_each_runs(name, bench, untold):
     assert name in html_of([(experiment, result)])
 
 
+@pytest.mark.soak
 def test_medians_of_turns_count(tiny):
     told = options("full", model=tiny, random_weights=True)
     with Bench(told, scale=SCALE, repeat=3) as bench:
@@ -133,6 +145,7 @@ def test_medians_of_turns_count(tiny):
     assert result["discarded"] == 1
 
 
+@pytest.mark.soak
 def test_no_rate_holds_below_an_impossible_limit(bench):
     (cell,) = rates(bench, limit=1e-9)
     assert cell["value"] is None
@@ -400,6 +413,7 @@ def test_the_first_line_of_an_answer_counts(answer, right):
 # ------------------------------------------------------------------ BatchLLM's 70B in 4 bits
 
 
+@pytest.mark.soak
 def test_a_shape_in_4_bits_on_two_devices(untold, monkeypatch):
     loaded = []
     monkeypatch.setattr(
