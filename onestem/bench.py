@@ -49,9 +49,13 @@ class Distribution(Protocol):
     """Token counts that a seed draws, `least` or more; as text, how an option gives it."""
 
     @property
-    def least(self) -> int: ...
+    def least(self) -> int:
+        """A lower bound of what is drawn."""
+        ...
 
-    def draw(self, rng: np.random.Generator) -> int: ...
+    def draw(self, rng: np.random.Generator) -> int:
+        """One count."""
+        ...
 
 
 Lengths = int | Distribution
@@ -243,11 +247,13 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
             f"{llm.engine.max_model_len}: shorten prefix, distinct or output, or raise "
             "kv_memory or max_model_len"
         )
+    from onestem.engine.warm_up import warm_up as run_full_step
+
     requests = case.requests(llm.config.vocab_size)
     prompts = [ids for ids, _ in requests]
     params = [_greedy(count) for _, count in requests]
     if warm_up:
-        _warm_up(llm, prompts)
+        run_full_step(llm.engine, shares=(1.0,))
     llm.engine.reset_stats()
     started = time.perf_counter()
     outputs, plan = _answer(llm, prompts, params)
@@ -308,17 +314,6 @@ def _answer(
         answers[index] = output.outputs[0].token_ids
         order.note(index, output.metrics.num_output_tokens)
     return answers, order.plan
-
-
-def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
-    # Other tokens than the job's, because nothing of it may be cached when the clock starts. A full
-    # step, because its kernels differ from those of a few rows, and a first launch takes long.
-    room, other = llm.engine.limits.step_tokens, []
-    for ids in prompts[: room // 64]:
-        other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])
-        room -= len(ids)
-    _answer(llm, other, [_greedy(2)] * len(other))
-    llm.engine.cache.clear()
 
 
 @cache

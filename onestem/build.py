@@ -94,7 +94,8 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             num_pages=num_pages,
             team=team,
         )
-        warm_up(engine)
+        if device.type == "cuda":
+            warm_up(engine)
         _keep_modules(engine, path)
         if trace is not None:
             engine.trace = trace

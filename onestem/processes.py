@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ends_with_us", "is_stopped", "python_module"]
+__all__ = ["is_stopped", "python_module"]
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -28,15 +26,3 @@ def is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state == "T"
-
-
-def ends_with_us(command: Sequence[str]) -> list[str]:
-    """The command that runs another one in its own process, to which Linux sends SIGTERM when the
-    thread that starts it ends: also where this process is killed and cleans nothing up."""
-    code = (
-        "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1; "
-        "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM); "
-        f"os.getppid() == {os.getpid()} or sys.exit('the process that started this has ended'); "
-        "os.execvp(sys.argv[1], sys.argv[1:])"
-    )
-    return [sys.executable, "-I", "-S", "-c", code, *command]
