@@ -43,7 +43,7 @@ from onestem.server.link.client import EngineClient
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from onestem.server.link.process import EngineProcess
-from onestem.server.link.supervisor import Launcher
+from onestem.server.link.supervisor import Launcher, State
 
 __all__ = ["AsyncLLM", "PauseMode"]
 
@@ -233,7 +233,7 @@ class AsyncLLM(Beside):
 
     def _check_awake(self) -> None:
         """An engine that sleeps refuses requests; while it is started again, nobody else does."""
-        if self._client.sleep_level and self._client.supervisor.state != "running":
+        if self._client.sleep_level and self.state != "running":
             raise RequestError(
                 "the LLM is asleep, and its engine is being started again: call wake_up() before "
                 "requests"
@@ -300,6 +300,7 @@ class AsyncLLM(Beside):
         self._going.set()
 
     async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds requests back."""
         return self._client.is_paused
 
     async def update_weights(
@@ -343,12 +344,19 @@ class AsyncLLM(Beside):
         await self._control("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
+        """Whether `sleep` has freed memory that `wake_up` has not taken again."""
         return self._client.sleep_level > 0
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `LLM.reset_prefix_cache`."""
         await self.start()
         return bool(await self._control("reset_prefix_cache", reset_running_requests))
+
+    @property
+    def state(self) -> State:
+        """The engine's: it computes while `running`; `starting`, `down` and `stuck` end by
+        themselves."""
+        return self._client.supervisor.state
 
     @property
     def stats(self) -> dict[str, float]:

@@ -348,7 +348,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.abort("running")
             assert (await whole(stream)).finished
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             with pytest.raises(OnestemError, match="the engine is down"):
                 await served.pause_generation()
@@ -357,7 +357,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.pause_generation("keep")
             late = asyncio.create_task(whole(served.generate([5], SHORT)))
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             await served.resume_generation()
             answers.append(await late)
@@ -390,7 +390,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 await served.sleep()
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             running = asyncio.create_task(whole(stream))
             others = [] if state == "asleep" else [whole(served.generate([5], formed))]
@@ -398,7 +398,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 with pytest.raises(RequestError, match="the LLM is asleep"):
                     await whole(served.generate([5], SHORT))
-            while served._client.supervisor.state != "running":
+            while served.state != "running":
                 await asyncio.sleep(0.001)
             if state == "asleep":
                 assert await served.is_sleeping()
@@ -427,7 +427,7 @@ def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model,
             launcher.kill()
             with pytest.raises(OnestemError, match="died and its updated weights are lost"):
                 await whole(stream)
-            while served._client.supervisor.state != "running":
+            while served.state != "running":
                 await asyncio.sleep(0.01)
             with pytest.raises(RequestError, match="have no values yet for"):
                 await whole(served.generate([5], SHORT))
