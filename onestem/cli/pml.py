@@ -213,7 +213,7 @@ def memory(
     The first column counts a key and a value for each query head, as table 2 of the Prompt Cache
     paper does. The second counts those that are stored, for each KV head.
     """
-    from onestem.cli.pml_memory import find_config
+    from onestem.cli.pml_model import find_config
     from onestem.models.memory import token_memory
 
     sizes = [(model, token_memory(find_config(model), num_bytes=num_bytes)) for model in models]
