@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -145,12 +146,9 @@ def pick_device(name: str) -> torch.device:
     """The device of a name; `auto` is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", name):
         raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onestem.llm import LLM
     from onestem.replicas import Replicas
 
-__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "batch", "open_input", "score"]
+__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "Schemas", "batch", "open_input", "score"]
 
 Input = Annotated[
     Path,
@@ -57,6 +57,12 @@ RayAddress = Annotated[
         help="The Ray cluster of the replicas (default: one is started on this machine).",
     ),
 ]
+Schemas = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
@@ -66,12 +72,7 @@ def batch(
     output: Output,
     engine: EngineOptions,
     rows: InputOptions,
-    schemas: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
-        ),
-    ] = None,
+    schemas: Schemas = None,
     replicas: NumReplicas = None,
     ray_address: RayAddress = None,
     force: Force = False,

@@ -99,9 +99,7 @@ def _group() -> None:
 def job(
     context: typer.Context,
     engine: EngineOptions,
-    name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
+    name: options.Model = None,
     groups: Annotated[int, typer.Option(help="Prefixes.")] = 4,
     degree: Annotated[
         str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")

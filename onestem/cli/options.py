@@ -20,7 +20,16 @@ from onestem.options import Defaults, EngineOptions, Options, extra_of
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Only", "load_llm", "named_model", "with_options"]
+__all__ = [
+    "Model",
+    "Only",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "load_llm",
+    "named_model",
+    "with_options",
+]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -33,6 +42,15 @@ CONFIG = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+
+
+# Options of verbs that answer.
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy (default: the model's).")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus mass (default: the model's).")]
+TopK = Annotated[
+    int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
+]
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 
 
 class Only:

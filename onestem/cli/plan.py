@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onestem.cli import options
-from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, open_input
+from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, Schemas, open_input
 from onestem.interrupts import exit_on_sigterm
 from onestem.options import EngineOptions, InputOptions
 
@@ -48,12 +48,6 @@ Predicts = Annotated[
     typer.Option(
         "--predict/--no-predict",
         help="Predict what the job takes. The first time, this device's rates are measured.",
-    ),
-]
-Schemas = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
     ),
 ]
 Replicas = Annotated[

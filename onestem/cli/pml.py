@@ -100,9 +100,7 @@ def run(
     isolation: Isolation = "anchored",
     n: Annotated[int, typer.Option("-n", help="Answers.")] = 1,
     max_tokens: MaxTokens = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy (default: the model's).")
-    ] = None,
+    temperature: options.Temperature = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Answer a prompt; its cost goes to stderr.

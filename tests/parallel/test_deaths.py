@@ -376,6 +376,7 @@ def test_an_llm_that_is_forgotten():
     assert threading.active_count() < threads
 
 
+@pytest.mark.soak
 def test_a_server_starts_all_again(tmp_path, tiny):
     """When a rank dies, also while nobody asks for anything; an engine that dies takes its ranks
     along."""
