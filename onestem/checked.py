@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic import ValidationError as Invalid
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import CoreSchema
 
 from onestem.beside_vllm import Name, way_out
 from onestem.errors import OnestemError, RequestError
@@ -186,7 +186,10 @@ def sentence(
     alternative of a union that was meant."""
     problems = error.errors(include_url=False)
     placed = [(*_place(problem["loc"], fields), problem) for problem in problems]
-    path, value, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[2])))
+    # A wrong type comes after others in its place: another alternative may have been meant.
+    path, value, problem = max(
+        placed, key=lambda one: (len(one[0]), not one[2]["type"].endswith("_type"))
+    )
     mistake = (problem.get("ctx") or {}).get("error")
     if isinstance(mistake, OnestemError):
         return _of_our_own(str(mistake), path, value, name)
@@ -208,11 +211,6 @@ def sentence(
         return f"{_spelled(path, name)} is {half}: give both surrogates, or none"
     expected = words(wanted) or problem["msg"][:1].lower() + problem["msg"][1:]
     return f"{_spelled(path, name)} is {show(value)}, expected {expected}"
-
-
-def _is_of_a_type(problem: ErrorDetails) -> bool:
-    """Whether the type is wrong: another alternative of a union may have been meant."""
-    return problem["type"].endswith("_type")
 
 
 def _of_our_own(mistake: str, path: Sequence[int | str], value: Any, name: str) -> str:

@@ -139,20 +139,6 @@ class Options(Checked):
         words = (PREFIX, cls.table, cls.offered()[name])
         return "_".join(word for word in words if word).replace("-", "_").upper()
 
-    def flags(self) -> list[str]:
-        """Command line arguments that give these options."""
-        return [
-            _argument(named, getattr(self, name))
-            for name, named in self.offered().items()
-            if name in self.model_fields_set and getattr(self, name) is not None
-        ]
-
-
-def _argument(named: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{named}" if value else f"--no-{named}"
-    return f"--{named}={value}"
-
 
 class EngineOptions(Options):
     """A model, and how it is run.

@@ -30,6 +30,7 @@ __all__ = [
     "ScoreTree",
     "completion_tree",
     "encode_pairs",
+    "num_common",
     "pair_ids",
     "rolling_windows",
     "whole_ids",
@@ -173,7 +174,7 @@ class ScoreTree:
             key = (self._keys[leaf], leaf)
             at, common, above = bisect_left(known, key), 0, owners[leaf]
             for _, other in known[max(0, at - 1) : at + 1]:
-                shared = _num_common(self.leaves[leaf], self.leaves[other])
+                shared = num_common(self.leaves[leaf], self.leaves[other])
                 if shared > common:
                     common, above = shared, owners[other]
             owners[leaf] = [*((row, who) for row, who in above if row < common), (common, leaf)]
@@ -364,7 +365,7 @@ def _cut(owners: list[tuple[int, int]], first: int, end: int) -> Iterator[tuple[
             yield leaf, max(row, first), min(stop, end)
 
 
-def _num_common(a: IntArray, b: IntArray) -> int:
+def num_common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
     """Leading tokens that two have in common."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]

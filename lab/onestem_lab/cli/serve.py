@@ -297,12 +297,13 @@ def _server(
     app: list[str],
     log: Path | None,
 ) -> Iterator[str]:
+    from onestem_lab.load.flags import flags_of
     from onestem_lab.load.server import free_port, onestem_command, serving
 
     if base_url is not None:
         yield base_url
         return
-    arguments = engine.flags() + [f"--app={entry}" for entry in app]
+    arguments = flags_of(engine) + [f"--app={entry}" for entry in app]
     if config is not None:  # in place of ONESTEM_CONFIG's, which it would read
         arguments.append(f"--config={config}")
     port = free_port()
