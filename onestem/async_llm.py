@@ -190,9 +190,8 @@ class AsyncLLM(Beside):
             prompt: text, token ids, or vLLM's object of one of them.
             request_id: for `abort`; None: one is made.
             parse_special: see `LLM.generate`.
-            output_kind: outputs have all that there is so far (`cumulative`), or what is new
-                (`delta`). A slow reader gets fewer. So does each of very many readers, after its
-                first token: an event loop bears some thousands of outputs a second.
+            output_kind: see `LLM.stream`. Slow readers get fewer outputs, and so does each of very
+                many: an event loop bears some thousands a second.
 
         Raises:
             RequestError: it cannot be answered.

@@ -193,7 +193,7 @@ class BatchCase:
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Tokens of each prefix, level by level, of each request's own part and of each answer; in
-        the tree's order. Each list has its own random generator, and so have the token ids."""
+        the tree's order."""
         counts = list(map(sum, self.branches))
         parts = (*self.prefixes, self.distinct, self.output)
         sizes = []
@@ -265,9 +265,8 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
 def compare(
     options: EngineOptions, case: BatchCase, *, warm_up: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
-    model of its own, after the one before has given its memory back. A trace has the steps of the
-    first."""
+    """The figures of a case in the options' own mode of sharing, and with none (`off`), each with a
+    model of its own. A trace has the steps of the first."""
     from onestem.llm import LLM
 
     found: dict[str, dict[str, Any]] = {}

@@ -172,8 +172,8 @@ def activation_bytes(
     config: ModelConfig, dtype: torch.dtype, rows: int, device: torch.device
 ) -> int:
     """About the bytes of a step of `rows` rows besides weights and KV: a layer's intermediates, and
-    for the maximum of decoding rows twice the logits, and penalties. The penalties of a row are a
-    bit for each token of the vocabulary, and a list of the sampled ones."""
+    for the maximum of decoding rows twice the logits, and penalties (a bit for each token of the
+    vocabulary, and a list)."""
     heads = max((config.num_q_heads + one.num_kv_heads) * one.head_dim for one in config.heads)
     inner = max(config.mlp_size(layer) for layer in range(config.num_layers))
     wide = 3 * inner + 4 * config.hidden_size + 4 * heads
@@ -205,8 +205,7 @@ def set_threads(threads: int | None, ranks: int = 1) -> None:
 
 
 def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers of
-    modules where each device has a part of every module."""
+    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers."""
     if options.tensor_parallel_size == 1:
         return
     part_of(config, Ranks(0, options.tensor_parallel_size, None))
