@@ -14,6 +14,7 @@ from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
 from onestem.request import Request, RequestOutput
 from onestem.server.link.inbox import Inbox
+from onestem.server.link.process import LOADER, EngineProcess
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.changed import changed_model, tensors_of
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -53,6 +54,14 @@ def threaded(model, **changes) -> tuple[AsyncLLM, EngineThread]:
     options = EngineOptions(model=model, **OPTIONS, **changes)
     launcher = EngineThread(options, lambda llm: llm.engine.launcher.sampler.tell_ranks())
     return AsyncLLM.from_options(options, launcher), launcher
+
+
+class Launched(EngineProcess):
+    """Its process can be looked at."""
+
+    async def launch(self):
+        self.link = await super().launch()
+        return self.link
 
 
 async def whole(iterator):
@@ -289,8 +298,7 @@ def test_requests_that_were_not_sent_can_be_aborted(model, llm):
     async def main():
         served, launcher = threaded(model)
         early = asyncio.create_task(whole(served.generate("a text", SHORT, "early")))
-        while "early" not in served._streams:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it begins
         await served.abort("early")
         ends = [await early]
         async with served:
@@ -494,11 +502,11 @@ def test_one_event_loop(model):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the loop's own
 def test_closing_behind_its_event_loop_ends_the_engine(model):
-    served = AsyncLLM(model, **OPTIONS)
+    launcher = Launched(EngineOptions(model=model, **OPTIONS), LOADER)
+    served = AsyncLLM.from_options(EngineOptions(model=model, **OPTIONS), launcher)
     asyncio.run(served.start())
-    process = served._client.supervisor._link.process
     asyncio.run(served.close())
-    assert process.wait(20) is not None
+    assert launcher.link.process.wait(20) is not None
     del served
     gc.collect()  # the warning is of this test
 
