@@ -22,7 +22,8 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, JobError
 from onestem.jobs import run_file
 from onestem.llm import LLM
-from onestem.models.config import ARCHITECTURES, ModelConfig
+from onestem.models.config import ModelConfig
+from onestem.models.families import FAMILIES
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
@@ -162,7 +163,7 @@ def test_env():
 
 def test_models_lists_families():
     known = json.loads(onestem("models", "--json").stdout)
-    assert tuple(known) == ARCHITECTURES
+    assert tuple(known) == tuple(FAMILIES)
     assert "Gemma 3 270M and 1B" in onestem("models").stdout
 
 
