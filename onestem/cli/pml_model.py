@@ -10,6 +10,8 @@ from onestem.errors import ConfigError
 from onestem.models.config import ModelConfig
 from onestem.models.fields import read_json
 from onestem.models.find import find_model
+from onestem.models.gguf.architectures import config_fields
+from onestem.models.gguf.file import is_gguf
 
 __all__ = ["find_config", "load_tokenizer"]
 
@@ -24,12 +26,15 @@ def load_tokenizer(model: str) -> tuple[Tokenizer, int]:
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """The values of a model's `config.json`; `model` may be that file, its folder, or a name.
+    """The values of a model's `config.json`; `model` may be that file, its folder, a GGUF file, or
+    a name.
 
     Raises:
         ConfigError: there is none, or it holds no object.
     """
     path = Path(model)
+    if is_gguf(path):
+        return dict(config_fields(path).values)
     found = read_json(path if path.is_file() else find_model(model) / "config.json")
     text = found.get("text_config")
     return text if isinstance(text, dict) else found
