@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onestem.pml.segments import CompiledPrompt, EncodedSegment, Encoding, Segment
+from onestem.pml.segments import CompiledPrompt, Encoding, Segment
 
 __all__ = ["encoding_prompts"]
 
@@ -14,27 +14,14 @@ def encoding_prompts(encoding: Encoding) -> Iterator[CompiledPrompt]:
 
     Its own token is the segment's last one, so it needs no positions beyond the schema's.
     """
-    for segment in encoding.segments.values():
-        if segment.kind == "cached":
-            yield _prompt(encoding, segment)
-
-
-def _prompt(encoding: Encoding, target: EncodedSegment) -> CompiledPrompt:
-    needed = [*(encoding.segments[index] for index in target.attends), target]
-    place = {segment.index: number for number, segment in enumerate(needed)}
-    segments = [
-        Segment(
-            one.kind,
-            one.token_ids,
-            one.position,
-            one.origin,
-            tuple(place[index] for index in one.attends),
-            one.key,
-            len(one.token_ids) - (one is target),
-        )
-        for one in needed
-    ]
-    end = target.position + len(target.token_ids)
-    segments.append(Segment("text", target.token_ids[-1:], end - 1, target.origin))
     schema = encoding.layout.schema.name
-    return CompiledPrompt(schema, encoding.isolation, tuple(segments), end)
+    for target in encoding.segments.values():
+        if target.kind != "cached":
+            continue
+        needed = [*(encoding.segments[index] for index in target.attends), target]
+        place = {segment.index: number for number, segment in enumerate(needed)}
+        before = len(target.token_ids) - 1
+        segments = [one.in_prompt(place, before if one is target else -1) for one in needed]
+        end = target.position + len(target.token_ids)
+        segments.append(Segment("text", target.token_ids[-1:], end - 1, target.origin))
+        yield CompiledPrompt(schema, encoding.isolation, tuple(segments), end)

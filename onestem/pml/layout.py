@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -16,17 +17,7 @@ from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.tokens import Part, Tokenizer, around_turns, encode_parts, encode_text
 
-__all__ = [
-    "Block",
-    "Layout",
-    "Slot",
-    "Span",
-    "Turn",
-    "before_turns",
-    "lay_out",
-    "separated",
-    "turns_of",
-]
+__all__ = ["Block", "Layout", "Slot", "Span", "before_turns", "lay_out", "separated"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,15 +104,6 @@ class Block:
         return f"module {'/'.join(self.path)}" if self.path else "the schema's text"
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Neighbouring elements of one role; text outside of roles is the user's."""
-
-    role: str
-    bodies: tuple[tuple[Node, ...], ...]
-    at: Place | None
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A schema with token ids and positions.
@@ -172,40 +154,35 @@ def before_turns(tokenizer: Tokenizer, roles: Sequence[str], at: Place | None) -
     return around_turns(tokenizer, [*roles, *follows], answer=True, at=at)[: len(roles)]
 
 
-def turns_of(body: Sequence[Node | str]) -> list[Turn]:
-    """The turns of a body; none if it has no roles."""
-    if not any(isinstance(node, Role) for node in body):
-        return []
-    turns: list[Turn] = []
-    outside: list[Node] = []
-    for node in body:
-        if isinstance(node, Role):
-            _add_outside(turns, outside)
-            outside = []
-            _add_turn(turns, node.role, node.body, node.at)
-        elif not isinstance(node, str):
-            outside.append(node)
-    _add_outside(turns, outside)
-    return turns
-
-
-def _add_outside(turns: list[Turn], nodes: Sequence[Node]) -> None:
-    if nodes:
-        _add_turn(turns, "user", nodes, nodes[0].at)
-
-
-def _add_turn(turns: list[Turn], role: str, body: Sequence[Node | str], at: Place | None) -> None:
-    nodes = tuple(node for node in body if not isinstance(node, str))
-    if turns and turns[-1].role == role:
-        last = turns.pop()
-        turns.append(Turn(role, (*last.bodies, nodes), last.at))
-    else:
-        turns.append(Turn(role, (nodes,), at))
-
-
 def separated(text: str, separator: str) -> str:
     """A text followed by the separator, unless it ends in whitespace or is empty."""
     return text if not text or text[-1].isspace() else text + separator
+
+
+@dataclass
+class _Turn:
+    """Neighbouring elements of one role."""
+
+    role: str
+    bodies: list[Sequence[Node | str]]
+    at: Place | None
+
+
+def _turns_of(body: Sequence[Node | str]) -> list[_Turn]:
+    """The turns of a body, where text outside of roles is the user's; none if it has no roles."""
+    turns: list[_Turn] = []
+    if not any(isinstance(node, Role) for node in body):
+        return turns
+    for _, group in groupby(body, lambda node: id(node) if isinstance(node, Role) else None):
+        nodes = list(group)
+        role, inner = "user", nodes
+        if isinstance(nodes[0], Role):
+            role, inner = nodes[0].role, list(nodes[0].body)
+        if turns and turns[-1].role == role:
+            turns[-1].bodies.append(inner)
+        else:
+            turns.append(_Turn(role, [inner], getattr(nodes[0], "at", None)))
+    return turns
 
 
 class _Walk:
@@ -226,7 +203,7 @@ class _Walk:
         self._begun = False
 
     def layout(self) -> Layout:
-        turns = turns_of(self.schema.body)
+        turns = _turns_of(self.schema.body)
         roles = [turn.role for turn in turns]
         around: list[str] = []
         if turns:
@@ -246,7 +223,7 @@ class _Walk:
             self.max_positions,
         )
 
-    def _turns(self, turns: list[Turn], around: list[str]) -> None:
+    def _turns(self, turns: list[_Turn], around: list[str]) -> None:
         for index, (turn, before) in enumerate(zip(turns, around, strict=True)):
             self._turn = index
             self._at = turn.at
@@ -308,8 +285,8 @@ class _Walk:
         if not len(ids):
             return
         spaced = not self._last or self._last.isspace()
-        span = Span(self._next(), self.block, ids, self.position, text, spaced)
-        self._advance(span, len(ids), self._at)
+        span = Span(self._count, self.block, ids, self.position, text, spaced)
+        self._add(span, self._at)
 
     def _slot(self, parameter: Parameter) -> None:
         ids = None
@@ -321,17 +298,14 @@ class _Walk:
                     f"{len(ids)} tokens, its length is {parameter.length}: raise the length",
                     parameter.at,
                 )
-        slot = Slot(self._next(), self.block, parameter, self.position, ids)
-        self._advance(slot, parameter.length, parameter.at)
+        slot = Slot(self._count, self.block, parameter, self.position, ids)
+        self._add(slot, parameter.at)
         self._last = "\0"
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
-
-    def _advance(self, item: Span | Slot, length: int, at: Place | None) -> None:
+    def _add(self, item: Span | Slot, at: Place | None) -> None:
         self.block.items.append(item)
-        self.position += length
+        self._count += 1
+        self.position = item.end
         if self.max_positions is not None and self.position > self.max_positions:
             raise PmlError(
                 f"{self.block} reaches position {self.position - 1} and the model has "

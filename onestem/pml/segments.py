@@ -18,7 +18,7 @@ Three isolations, each a rule of which token sees which:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast, get_args
@@ -154,6 +154,13 @@ class EncodedSegment:
     origin: str
     attends: tuple[int, ...]
     key: str
+
+    def in_prompt(self, place: Mapping[int, int], in_use: int = -1) -> Segment:
+        """The segment of a prompt. `place`: by index, the numbers there of what it attends to."""
+        attends = tuple(place[index] for index in self.attends)
+        return Segment(
+            self.kind, self.token_ids, self.position, self.origin, attends, self.key, in_use
+        )
 
 
 class Encoding:
