@@ -41,6 +41,7 @@ class Span:
 
     @property
     def end(self) -> int:
+        """The position after its last token."""
         return self.position + len(self.token_ids)
 
 
@@ -56,6 +57,7 @@ class Slot:
 
     @property
     def end(self) -> int:
+        """The position after those that it keeps free."""
         return self.position + self.parameter.length
 
 
@@ -81,14 +83,17 @@ class Block:
 
     @property
     def cached(self) -> bool:
+        """Whether its own text is computed once for all prompts."""
         return self.module is None or self.module.cache
 
     @property
     def spans(self) -> list[Span]:
+        """Its own text, by position."""
         return [item for item in self.items if isinstance(item, Span)]
 
     @property
     def slots(self) -> list[Slot]:
+        """The places of its parameters, by position."""
         return [item for item in self.items if isinstance(item, Slot)]
 
     def enclosing(self) -> list[Block]:
@@ -126,6 +131,7 @@ class Layout:
 
     @property
     def root(self) -> Block:
+        """The schema's own text."""
         return self.blocks[()]
 
     def items(self) -> Iterator[Span | Slot]:

@@ -31,6 +31,7 @@ __all__ = [
     "Union",
     "imports_of",
     "modules_of",
+    "with_roles",
 ]
 
 ROLES = ("system", "user", "assistant")
@@ -228,27 +229,32 @@ Member: TypeAlias = tuple[Module, Union | None]
 """A module and the union that contains it, if any."""
 
 
+def with_roles(
+    body: Iterable[Node | str], role: str | None = None
+) -> Iterator[tuple[Node, str | None]]:
+    """The nodes of one scope in order, those in roles in place of these, each with its role."""
+    for node in body:
+        if isinstance(node, Role):
+            yield from with_roles(node.body, node.role)
+        elif not isinstance(node, str):
+            yield node, role
+
+
 def modules_of(body: Iterable[Node | str]) -> Iterator[Member]:
     """The modules of one scope in order, each with the union it is a member of.
 
     A scope is the direct content of a schema or a module, including that of its roles and unions.
     """
-    for node in body:
+    for node, _ in with_roles(body):
         if isinstance(node, Module):
             yield node, None
         elif isinstance(node, Union):
-            yield from ((member, node) for member, _ in modules_of(node.body))
-        elif isinstance(node, Role):
-            yield from modules_of(node.body)
+            yield from ((member, node) for member in node.body if isinstance(member, Module))
 
 
 def imports_of(body: Iterable[Node | str]) -> Iterator[Import]:
     """The imports of one scope in order, including those in roles."""
-    for node in body:
-        if isinstance(node, Import):
-            yield node
-        elif isinstance(node, Role):
-            yield from imports_of(node.body)
+    return (node for node, _ in with_roles(body) if isinstance(node, Import))
 
 
 def _members(body: Iterable[Node | str]) -> dict[str, Member]:

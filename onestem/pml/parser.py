@@ -204,17 +204,10 @@ class _Reader:
             )
 
     def _entity(
-        self,
-        name: str,
-        is_parameter: int,
-        value: str | None,
-        base: str | None,
-        system_id: str | None,
-        public_id: str | None,
-        notation: str | None,
+        self, name: str, is_parameter: int, value: str | None, *elsewhere: str | None
     ) -> None:
         at = self._declaration()
-        if is_parameter or value is None or system_id is not None or notation is not None:
+        if is_parameter or value is None or any(one is not None for one in elsewhere):
             raise PmlError(
                 f"entity {name} is not plain text, expected one that stands for characters: write "
                 "out what it stands for",

@@ -4,15 +4,9 @@ A *segment* is a stretch of tokens at consecutive positions that is stored as on
 segments depend on the schema alone. A segment's keys and values are a function of its token ids,
 its positions and the segments that it attended to, so a hash of these (`key`) names them.
 
-Three isolations, each a rule of which token sees which:
-
-* `anchored`: cached text sees itself and the text that is always present with it: the own text of
-  the schema and of the enclosing modules, at lower positions. A computed token sees itself and all
-  tokens in use at lower positions.
-* `isolated` (Prompt Cache, section 3.3): cached text sees its own module alone, with placeholder
-  tokens in place of parameters. No other token sees placeholders. A computed token sees all
-  imported text, at any position, and the computed tokens before it.
-* `off`: the same tokens at the same positions, all computed; each sees those before it.
+Three isolations, each a rule of which token sees which (docs/pml.md): `anchored`; `isolated`
+(Prompt Cache, section 3.3), where cached text sees its own module alone, with placeholder tokens in
+place of parameters; and `off`, where the same tokens at the same positions are all computed.
 """
 
 from __future__ import annotations
@@ -126,6 +120,7 @@ class CompiledPrompt:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in use, placeholders among them."""
         return sum(segment.in_use for segment in self.segments)
 
     @property

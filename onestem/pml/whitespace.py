@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
 
 from onestem.pml.nodes import Parameter, Text
 from onestem.pml.place import Place
@@ -65,7 +64,9 @@ def clean(stretch: Sequence[Item], *, preserve: bool) -> list[Text | Parameter]:
         else:
             texts[-1] += item.text + tail
     first, *later = (Text(t, at=at) for t, at in zip(texts, _places(stretch), strict=True))
-    nodes = [first, *chain.from_iterable(zip(parameters, later, strict=True))]
+    nodes: list[Text | Parameter] = [first]
+    for parameter, text in zip(parameters, later, strict=True):
+        nodes += [parameter, text]
     return [node for node in nodes if not isinstance(node, Text) or node.text]
 
 

@@ -573,7 +573,7 @@ def test_a_schema_is_compiled_once(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     first = state_of(compiler, json_schema(SCHEMA))
     second = state_of(compiler, json_schema(dict(SCHEMA)))
-    assert len(compiler._kept) == 1
+    assert len(compiler.kept) == 1
     first.accept(byte_ids(tokenizer, "{")[0])
     assert not torch.equal(first.fill_mask(), second.fill_mask())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,15 +60,9 @@ class ControlNames:
 
     def are_mentioned(self, value: Any) -> bool:
         """Whether a string anywhere in a message mentions a name."""
-        return self.pattern is not None and _mentions(value, self.pattern)
-
-
-def _mentions(value: Any, names: re.Pattern[str]) -> bool:
-    """Whether a string anywhere in a message mentions one of `names`."""
-    if isinstance(value, str):
-        return names.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_mentions(part, names) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_mentions(part, names) for part in value)
-    return False
+        if self.pattern is None:
+            return False
+        if isinstance(value, str):
+            return self.pattern.search(value) is not None
+        parts = value.values() if isinstance(value, Mapping) else value
+        return isinstance(value, (Mapping, list, tuple)) and any(map(self.are_mentioned, parts))

@@ -15,7 +15,8 @@ __all__ = ["Marker", "any_of"]
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    # The longest first, as the tokenizer prefers it too.
+    """A pattern for the names, the longest that begins at a place first, as tokenizers prefer it;
+    None: there are none."""
     ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
