@@ -34,7 +34,7 @@ from onestem.models.find import find_model
 from onestem.openai.write import message_of
 from onestem.options import EngineOptions, takes
 from onestem.planner import JobPlan, Prompts, RunningOrder, planned, planner_of
-from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
+from onestem.pml import CompiledPrompt, Layout, Library, Schema
 from onestem.progress import progress_bar
 from onestem.prompts import (
     AnyPrompt,
@@ -229,6 +229,8 @@ class LLM(Beside):
             "chat_template_kwargs": chat_template_kwargs,
         }
         ids, callable_tools = self._reader.chats(messages, options)
+        if not ids:
+            return []
         each = params_for_each(sampling_params, len(ids))
         each = self._reader.with_calls(each, callable_tools)
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
@@ -446,7 +448,7 @@ class LLM(Beside):
         Returns:
             an output for each segment, as they are done.
         """
-        prompts = encoding_prompts(self.schemas.encoding(name, isolation))
+        prompts = self.schemas.encoding(name, isolation).prompts()
         requests = [self.pml_request(prompt, ONE_TOKEN) for prompt in prompts]
         for request in requests:
             self.engine.requests.validate(request)

@@ -7,7 +7,6 @@ segments. `docs/pml.md` describes the language.
 
 from onestem.pml.binding import bind, find_schema
 from onestem.pml.compile import compile_prompt
-from onestem.pml.encode import encoding_prompts
 from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
 from onestem.pml.library import Library
 from onestem.pml.markup import to_markup
@@ -27,7 +26,6 @@ from onestem.pml.place import Place, PmlError
 from onestem.pml.segments import (
     ISOLATIONS,
     CompiledPrompt,
-    EncodedSegment,
     Encoding,
     Isolation,
     Segment,
@@ -40,7 +38,6 @@ __all__ = [
     "Argument",
     "Block",
     "CompiledPrompt",
-    "EncodedSegment",
     "Encoding",
     "Import",
     "Isolation",
@@ -61,7 +58,6 @@ __all__ = [
     "Union",
     "bind",
     "compile_prompt",
-    "encoding_prompts",
     "find_schema",
     "lay_out",
     "parse",

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -169,28 +168,17 @@ class _Placement:
 
 def _assemble(encoding: Encoding, placement: _Placement) -> CompiledPrompt:
     stored = encoding.segments
-    encoded = [stored[item.index] for item in placement.items if item.index in stored]
-    place = {segment.index: number for number, segment in enumerate(encoded)}
-    segments = [segment.in_prompt(place) for segment in encoded]
+    segments = encoding.in_prompt(i.index for i in placement.items if i.index in stored)
     computed = placement.computed + [
         Segment("text", span.token_ids, span.position, str(span.block))
         for span in placement.items
         if isinstance(span, Span) and span.index not in stored
     ]
-    _compute_last(segments, computed)
+    if segments and segments[-1].end > max((one.end for one in computed), default=0):
+        # The highest position must have logits. No other segment attends to this one.
+        before, last = segments.pop().with_last_computed()
+        segments += [before] if before.in_use else []
+        computed.append(last)
     segments += sorted(computed, key=lambda segment: segment.position)
     schema = encoding.layout.schema.name
     return CompiledPrompt(schema, encoding.isolation, tuple(segments), placement.end)
-
-
-def _compute_last(encoded: list[Segment], computed: list[Segment]) -> None:
-    """Make the token at the highest position a computed one, so that it has logits.
-
-    If it is cached, it is the last token of the last encoded segment, which no other attends to.
-    """
-    if not encoded or encoded[-1].end <= max((one.end for one in computed), default=0):
-        return
-    last = encoded.pop()
-    if last.in_use > 1:
-        encoded.append(replace(last, in_use=last.in_use - 1))
-    computed.append(Segment("text", last.token_ids[-1:], last.end - 1, last.origin))

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
-from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union
+from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union, modules_of
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.tokens import Part, Tokenizer, around_turns, encode_parts, encode_text
 
@@ -67,6 +67,7 @@ class Block:
 
     Attributes:
         path: names from the outermost module to this one.
+        union: that it is a member of, if any.
         turn: index of the schema's turn that contains it; None: the schema has no roles.
         items: its own text and parameters by position, without nested modules.
         start, end: its positions, with nested modules.
@@ -75,6 +76,7 @@ class Block:
     path: tuple[str, ...]
     module: Module | None
     parent: Block | None
+    union: Union | None = None
     turn: int | None = None
     items: list[Span | Slot] = field(default_factory=list)
     children: list[Block] = field(default_factory=list)
@@ -256,16 +258,15 @@ class _Walk:
 
     def _modules(self, node: Module | Union) -> None:
         start, ends = self.position, []
-        for module in [node] if isinstance(node, Module) else node.body:
-            assert isinstance(module, Module)
+        for module, union in modules_of([node]):
             self.position = start
-            self._module(module)
+            self._module(module, union)
             ends.append(self.position)
         self.position = max(ends)
 
-    def _module(self, module: Module) -> None:
+    def _module(self, module: Module, union: Union | None) -> None:
         outer = self.block
-        inner = Block((*outer.path, module.name), module, outer, self._turn)
+        inner = Block((*outer.path, module.name), module, outer, union, self._turn)
         inner.start = self.position
         outer.children.append(inner)
         self.block = self.blocks[inner.path] = inner

@@ -42,12 +42,7 @@ _OPENING = frozenset(b":,[{ \n\r\t")  # what precedes a value in JSON
 
 
 class Refused(Exception):
-    """The compiler refuses a schema. Attributes: `name`: the schema's; `reason`: what it says."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+    """The compiler refuses a schema. Its arguments: the schema's name, and what is said of it."""
 
 
 def ebnf_of(

@@ -120,8 +120,8 @@ class Lane(Generic[T]):
         """Many lines that wait for nothing, and owe nothing, are as good as new ones."""
         if len(self._lines) < _MANY_LINES:
             return
-        for key in [k for k, one in self._lines.items() if self._owes_nothing(one)]:
-            del self._lines[key]
-
-    def _owes_nothing(self, line: _Line[T]) -> bool:
-        return not (line.waiting or line.running) and line.mark <= self._now
+        self._lines = {
+            key: line
+            for key, line in self._lines.items()
+            if line.waiting or line.running or line.mark > self._now
+        }

@@ -256,8 +256,8 @@ class Trial:
                 )
             )
         if number == signal.SIGPROF:
-            seconds = pace.cpu_seconds
-            return SlowGrammarError(_why(name, f"takes more than {seconds:g} s to compile"))
+            why = f"takes more than {pace.cpu_seconds:g} s to compile"
+            return _costly(name, why, SlowGrammarError)
         if number == signal.SIGABRT:
             return self._out_of_memory()
         return _costly(name, f"makes the compiler crash ({number.name})")
@@ -339,15 +339,13 @@ def _of_version() -> UnsupportedError:
     )
 
 
-def _costly(name: str, why: str) -> CostlyGrammarError:
-    return CostlyGrammarError(_why(name, why))
+def _costly(
+    name: str, why: str, kind: type[CostlyGrammarError] = CostlyGrammarError
+) -> CostlyGrammarError:
+    return kind(f"{name} {why}: simplify it, or repeat less in it")
 
 
 def _passing(error: CostlyGrammarError) -> CostlyGrammarError:
     """An error of the machine's, which another try may not have."""
     error.lasts = False
     return error
-
-
-def _why(name: str, why: str) -> str:
-    return f"{name} {why}: simplify it, or repeat less in it"

@@ -97,7 +97,7 @@ class _Compiler:
         except OnestemError as error:
             return b"invalid " + json.dumps([type(error).__name__, str(error)]).encode()
         except ebnf.Refused as error:
-            return self._refusal(error.name, error.reason)
+            return self._refusal(*error.args)
         except Exception as error:  # it raises many kinds for a bad tag
             return self._refusal(task["name"], str(error))
 

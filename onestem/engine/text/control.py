@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onestem.engine.text.backend import Backend
-from onestem.engine.text.marker import any_of
 from onestem.rawtext import RawText
 
 __all__ = ["ControlNames"]
@@ -27,7 +27,7 @@ class ControlNames:
 
     def __init__(self, special: Mapping[int, Any], unknown: int | None) -> None:
         self.ids: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
-        self.pattern = any_of(self.ids)
+        self.pattern = _any_of(self.ids)
         self._unforgeable = special.keys() - {unknown}
 
     def replaced(self, text: str, form: Callable[[int], str]) -> str:
@@ -66,3 +66,10 @@ class ControlNames:
             return self.pattern.search(value) is not None
         parts = value.values() if isinstance(value, Mapping) else value
         return isinstance(value, (Mapping, list, tuple)) and any(map(self.are_mentioned, parts))
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern for the names, the longest that begins at a place first, as tokenizers prefer it;
+    None: there are none."""
+    ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None

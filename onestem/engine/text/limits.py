@@ -95,8 +95,8 @@ def _names_each(backend: Tokenizer, names: Mapping[str, int]) -> bool:
 
 
 def steps_of(part: Any) -> Iterator[Mapping[str, Any]]:
-    """A part of a tokenizer and all those inside of it, from its state or the text of its file; who
-    wrote that may have written anything."""
+    """A part of a tokenizer and all those inside of it, from its state or from a file, which may
+    have anything."""
     waiting = [part]
     while waiting:
         here = waiting.pop()

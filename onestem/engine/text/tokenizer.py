@@ -60,11 +60,9 @@ class Tokenizer(Vocabulary):
         bos_token_id, eos_token_id: None where the tokenizer names none.
         end_ids: tokens that it names as ends, of a text or of a turn in a chat. A model's files may
             name others.
-        special_ids: ids of control tokens, those that `skip_special_tokens` leaves out.
 
     Raises:
-        UnsupportedError: the tokenizer is not a fast one, or decodes in a way that cannot be
-            streamed (a token's text would depend on the tokens after it).
+        UnsupportedError: the tokenizer is not a fast one, or as `Vocabulary`.
     """
 
     def __init__(self, hugging_face: Any) -> None:
@@ -150,7 +148,7 @@ class Tokenizer(Vocabulary):
     def _quoting(self, raw: RawText) -> list[int]:
         """Ids of a text that quotes names of control tokens."""
         with self._lock:
-            marker = self._marker
+            marker = self.marker
         text = marker.mark_raw(raw)
         ids = self._names.unforged(marker.backend, text, marker.backend.encode(text))
         return [marker.ids.get(token_id, token_id) for token_id in ids]
@@ -294,7 +292,7 @@ class Tokenizer(Vocabulary):
             self.check_length(_RENDERED, len(rendered), max_tokens, control=True)
             return self.encode_control(rendered)
         with self._lock:
-            marker = self._marker
+            marker = self.marker
         rendered = render(marker.mark(plain), marker.mark(fields))
         text, literal = marker.unmark(rendered)
         self.check_length(_RENDERED, len(text), max_tokens, control=True)
@@ -334,5 +332,6 @@ class Tokenizer(Vocabulary):
         return self._chat.render(plain, {}, add_generation_prompt=add_generation_prompt)
 
     @cached_property
-    def _marker(self) -> Marker:
-        return Marker(self._text, self._special)
+    def marker(self) -> Marker:
+        """Tells a template's control tokens from those that messages mention; made once."""
+        return Marker(self._text, self._names, self._special)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onestem.pml import EncodedSegment
+from onestem.pml import Segment
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.messages import (
@@ -178,7 +178,7 @@ class EngineClient:
         """Keep a prefix no longer; one that is not pinned is ignored."""
         self.supervisor.send(Unpin(name))
 
-    def prefetch(self, segments: Sequence[EncodedSegment], cache_salt: str) -> None:
+    def prefetch(self, segments: Sequence[Segment], cache_salt: str) -> None:
         """Have modules read from the disk that the next prompts may want."""
         self.supervisor.send(Prefetch(segments, cache_salt))
 

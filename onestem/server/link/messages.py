@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onestem.options import EngineOptions
-from onestem.pml import EncodedSegment
+from onestem.pml import Segment
 from onestem.request import (
     CompletionOutput,
     Request,
@@ -96,7 +96,7 @@ class Unpin:
 class Prefetch:
     """Modules that the next prompts in PML may want, to be read from the disk if they are there."""
 
-    segments: Sequence[EncodedSegment]
+    segments: Sequence[Segment]
     cache_salt: str
 
 

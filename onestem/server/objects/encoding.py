@@ -6,11 +6,7 @@ import asyncio
 import secrets
 from itertools import islice
 
-from onestem.pml import (
-    CompiledPrompt,
-    Encoding,
-    encoding_prompts,
-)
+from onestem.pml import CompiledPrompt, Encoding
 from onestem.request import ONE_TOKEN, Request, RequestOutput
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
@@ -36,7 +32,7 @@ async def compute_modules(
     sink = _Sink()
     client.jobs.open(job, sink)
     try:
-        prompts = enumerate(encoding_prompts(encoding))
+        prompts = enumerate(encoding.prompts())
         while part := [
             _request(f"{job}/{number}", compiled, cache_salt, common)
             for number, compiled in islice(prompts, WINDOW)
