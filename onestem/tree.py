@@ -147,8 +147,9 @@ class RadixTree(Generic[N]):
         return node, at
 
     def descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
-        """Match further tokens of one label below a node that ends tokens 0..at-1: the last node
-        that matches, split where the match ends, and how many tokens its path covers."""
+        """Match further tokens (int32 `[n]`) of one label below a node that ends tokens 0..at-1:
+        the last node that matches, split where the match ends, and how many tokens its path covers.
+        """
         node, same, at = self._walk(node, tokens, at, label)
         return (node if same == len(node.tokens) else self.split(node, same)), at
 
@@ -264,7 +265,7 @@ def cut(stretches: Sequence[Stretch], end: int, start: int = 0) -> Iterator[tupl
 
 
 def common_length(a: array[int], b: np.ndarray) -> int:
-    """How many leading tokens agree."""
+    """How many leading tokens of a node and of others (int32 `[n]`) agree."""
     n = min(len(a), len(b))
     if n == 0:
         return 0

@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter's place; `default_ids` is None where an argument must be given."""
+    """A parameter's place; `default_ids` (int32 `[n]`) is None where an argument must be given."""
 
     index: int
     block: Block

@@ -9,7 +9,7 @@ from onestem.pml.binding import find_schema, unknown_schema
 from onestem.pml.compile import compile_prompt
 from onestem.pml.layout import Layout, lay_out
 from onestem.pml.nodes import Prompt, Schema
-from onestem.pml.parser import parse_prompt, parse_schema, read_prompt, read_schema
+from onestem.pml.parser import D, of_kind, parse, read
 from onestem.pml.place import PmlError
 from onestem.pml.segments import (
     CompiledPrompt,
@@ -48,7 +48,7 @@ class Library:
         Raises:
             PmlError: the schema is wrong, or another schema has its name.
         """
-        schema = source if isinstance(source, Schema) else _schema(source)
+        schema = _document(Schema, source)
         known = self.layouts.get(schema.name)
         if known is None:
             layout = lay_out(schema, self.tokenizer, max_positions=self.max_positions)
@@ -66,7 +66,7 @@ class Library:
         Raises:
             PmlError: the prompt is wrong, or its schema is not here.
         """
-        prompt = source if isinstance(source, Prompt) else _prompt(source)
+        prompt = _document(Prompt, source)
         layout = find_schema(prompt, self.layouts)
         encoding = self.encoding(prompt.schema, isolation)
         return compile_prompt(layout, prompt, encoding.isolation, encoding=encoding)
@@ -103,16 +103,8 @@ class Library:
         ]
 
 
-def _schema(source: Source) -> Schema:
-    markup = _markup(source)
-    return read_schema(Path(source)) if markup is None else parse_schema(markup)
-
-
-def _prompt(source: Source) -> Prompt:
-    markup = _markup(source)
-    return read_prompt(Path(source)) if markup is None else parse_prompt(markup)
-
-
-def _markup(source: Source) -> str | None:
+def _document(kind: type[D], source: Schema | Prompt | Source) -> D:
+    if isinstance(source, (Schema, Prompt)):
+        return of_kind(kind, source)
     begins = isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("<")
-    return source if isinstance(source, str) and begins else None
+    return of_kind(kind, parse(str(source)) if begins else read(Path(source)))

@@ -20,6 +20,8 @@ from onestem.pml.whitespace import Fragment, FragmentKind
 __all__ = [
     "MAX_DEPTH",
     "MAX_ENTITY_TEXT",
+    "D",
+    "of_kind",
     "parse",
     "parse_prompt",
     "parse_schema",
@@ -32,7 +34,7 @@ MAX_DEPTH = 128  # of nested elements
 MAX_ENTITY_TEXT = 1 << 20  # characters, over all uses of declared entities
 SCHEMA_TAGS = ("module", "union", "parameter", "param", *ROLES)
 
-D = TypeVar("D", Schema, Prompt)
+D = TypeVar("D", Schema, Prompt)  # a document
 
 
 def parse(
@@ -61,12 +63,12 @@ def parse(
 
 def parse_schema(text: str | bytes, *, file: str = "<text>", folder: Path | None = None) -> Schema:
     """`parse`, for a schema."""
-    return _of_kind(Schema, parse(text, file=file, folder=folder))
+    return of_kind(Schema, parse(text, file=file, folder=folder))
 
 
 def parse_prompt(text: str | bytes, *, file: str = "<text>") -> Prompt:
     """`parse`, for a prompt."""
-    return _of_kind(Prompt, parse(text, file=file))
+    return of_kind(Prompt, parse(text, file=file))
 
 
 def read(path: str | Path) -> Schema | Prompt:
@@ -77,15 +79,16 @@ def read(path: str | Path) -> Schema | Prompt:
 
 def read_schema(path: str | Path) -> Schema:
     """`read`, for a schema."""
-    return _of_kind(Schema, read(path))
+    return of_kind(Schema, read(path))
 
 
 def read_prompt(path: str | Path) -> Prompt:
     """`read`, for a prompt."""
-    return _of_kind(Prompt, read(path))
+    return of_kind(Prompt, read(path))
 
 
-def _of_kind(kind: type[D], found: Schema | Prompt) -> D:
+def of_kind(kind: type[D], found: Schema | Prompt) -> D:
+    """What was found, if it is of this kind; else raises `PmlError`."""
     if isinstance(found, kind):
         return found
     got, expected = type(found).__name__.lower(), kind.__name__.lower()

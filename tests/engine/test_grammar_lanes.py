@@ -55,7 +55,7 @@ def test_a_fork_that_ends_waits_for_no_thread() -> None:
     held, let = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lane._changed:
+        with lane.changed:
             held.set()
             assert let.wait(60)
 

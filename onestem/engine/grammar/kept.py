@@ -35,6 +35,7 @@ class Kept:
         return self._grammars.get(key) or self.failures.get(key)
 
     def add(self, key: str, grammar: Grammar) -> None:
+        """Keep a grammar, and forget others that are too much then."""
         self._grammars[key] = grammar
         self.num_bytes += grammar.num_bytes
         for other in list(self._grammars):
@@ -44,6 +45,7 @@ class Kept:
                 self.num_bytes -= self._grammars.pop(other).num_bytes
 
     def add_failure(self, key: str, error: Exception) -> None:
+        """Keep what is raised for a format."""
         self.failures[key] = error
         if len(self.failures) > _MOST_FAILURES:
             self.failures.popitem(last=False)
