@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 import torch
@@ -51,6 +51,16 @@ from onestem.request import ONE_TOKEN, Answer, Request, RequestOutput, SamplingP
 from onestem.scores import Score, ScoreTree
 
 __all__ = ["LLM"]
+
+
+class ChatOptions(TypedDict, total=False):
+    """Arguments of `LLM.chat` that say how its prompts are written."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class LLM(Beside):
@@ -171,7 +181,7 @@ class LLM(Beside):
         *,
         parse_special: bool = True,
         output_kind: OutputKind = "cumulative",
-    ) -> Iterator[Answer]:
+    ) -> AwakeAnswers:
         """`generate`, with outputs as they grow: one of each prompt (`Answer.index` says which)
         after each step that sampled for it. Closing the iterator ends what is unfinished.
 
@@ -185,7 +195,16 @@ class LLM(Beside):
         """
         check_output_kind(output_kind)
         ids, texts = self._reader.read(prompts, parse_special)
-        requests, order = self._planned(ids, texts, sampling_params)
+        return self._stream(ids, texts, sampling_params, output_kind)
+
+    def _stream(
+        self,
+        ids: list[PromptIds],
+        texts: Sequence[str | None],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        output_kind: OutputKind,
+    ) -> AwakeAnswers:
+        requests, order = self._planned(ids, texts, params)
         streams = [replace(request, stream=True) for request in requests]
         answers = self._run(planned(streams, order), output_kind) if requests else iter(())
         return AwakeAnswers(self.engine, self._with_index(answers, requests, order))
@@ -221,19 +240,49 @@ class LLM(Beside):
         Raises:
             RequestError: as `generate`.
         """
-        options = {
+        options: ChatOptions = {
             "tools": tools,
             "tool_choice": tool_choice,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        ids, callable_tools = self._reader.chats(messages, options)
-        if not ids:
-            return []
-        each = params_for_each(sampling_params, len(ids))
-        each = self._reader.with_calls(each, callable_tools)
+        ids, each = self._chats(messages, sampling_params, options)
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
+
+    @refuses_vllms
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+        **options: Unpack[ChatOptions],
+    ) -> AwakeAnswers:
+        """`chat`, with outputs as they grow, as `stream` gives them. Other arguments are those of
+        `chat`.
+
+        Raises:
+            RequestError: as `chat` and `stream`.
+        """
+        if unknown := options.keys() - ChatOptions.__annotations__.keys():
+            raise TypeError(f"stream_chat has no argument {unknown.pop()!r}")
+        check_output_kind(output_kind)
+        ids, each = self._chats(messages, sampling_params, options)
+        return self._stream(ids, [None] * len(ids), each, output_kind)
+
+    def _chats(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: ChatOptions,
+    ) -> tuple[list[PromptIds], list[SamplingParams]]:
+        """Token ids of conversations, and the parameters of each."""
+        ids, tools = self._reader.chats(messages, {"tools": None, **options})
+        if not ids:
+            return [], []
+        each = params_for_each(sampling_params, len(ids))
+        return ids, self._reader.with_calls(each, tools)
 
     def assistant_message(self, answer: RequestOutput, index: int = 0) -> dict[str, Any]:
         """An answer of a chat with tools as OpenAI's message: `content`, and `tool_calls` if there

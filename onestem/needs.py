@@ -141,14 +141,14 @@ def _ends(path: Path, vocab_size: int) -> dict[int, str]:
 
 
 def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) -> list[str]:
-    told = {
+    copies = {
         Layout.PACKED_AND_PLAIN: ["matrices also plain, for many rows"],
         Layout.PACKED_FLOAT32: ["matrices also packed, in float32"],
     }.get(layout, [])
     rounded = config.tensor_names[Role.HEAD] in formats
     if config.tie_embeddings and (rounded or layout is not Layout.PLAIN):
-        told = [*told, "the embedding also as the head"]
-    return told
+        copies = [*copies, "the embedding also as the head"]
+    return copies
 
 
 def _stored(config: ModelConfig, formats: Mapping[str, object]) -> str | None:

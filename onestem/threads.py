@@ -25,12 +25,9 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def spin_shortly() -> None:
     """Have OpenMP threads sleep soon. The runtime reads this once, when torch loads it, so it must
     be called before torch is imported. What the user has set stays."""
-    if not _is_given() and "torch" not in sys.modules:
+    is_set = VARIABLE in os.environ or "OMP_WAIT_POLICY" in os.environ
+    if not is_set and "torch" not in sys.modules:
         os.environ[VARIABLE] = str(SPIN_ROUNDS)
-
-
-def _is_given() -> bool:
-    return VARIABLE in os.environ or "OMP_WAIT_POLICY" in os.environ
 
 
 def ram_bytes() -> int:
@@ -67,15 +64,13 @@ def usable_cores() -> int:
     """Cores that this process may use: its affinity, and what its control groups (a container's
     limit) leave; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, int(min(allowed or 1, _quota())))
-
-
-def _quota() -> float:
-    """Cores' worth of time that control groups grant; infinite where they do not limit it."""
-    quotas = (
-        _quota_v2(folder) if is_new else _quota_v1(folder) for folder, is_new in _groups("cpu")
-    )
-    return min(quotas, default=float("inf"))
+    files = {True: ("cpu.max",), False: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
+    granted = [allowed or 1.0]  # cores' worth of time
+    for folder, is_new in _groups("cpu"):
+        words = [word for name in files[is_new] for word in _words(folder / name)]
+        if len(words) == 2 and words[0].isdecimal() and int(words[1]):  # `max` and -1: no limit
+            granted.append(int(words[0]) / int(words[1]))  # microseconds in a period of so many
+    return max(1, int(min(granted)))
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
@@ -100,23 +95,8 @@ def _upwards(root: Path, path: str) -> list[Path]:
     return [folder for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
 
 
-def _quota_v2(folder: Path) -> float:
-    return _ratio(_words(folder / "cpu.max"))
-
-
-def _quota_v1(folder: Path) -> float:
-    return _ratio(_words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us"))
-
-
 def _words(file: Path) -> list[str]:
     try:
         return file.read_text().split()
     except OSError:
         return []
-
-
-def _ratio(words: list[str]) -> float:
-    """Of quota and period in microseconds; `max` and -1 are no limit."""
-    if len(words) != 2 or not words[0].isdecimal() or int(words[1]) == 0:
-        return float("inf")
-    return int(words[0]) / int(words[1])

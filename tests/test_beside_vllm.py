@@ -94,7 +94,7 @@ def typed(*args):
         (("bench", "serve", "--no-enable-prefix-caching"), "here it is --share; full"),
         (("serve", "--tool-call-parser", "hermes"), "leave it out: the form of calls"),
         (("serve", "-tp", "2"), "there is no option -tp: give --tensor-parallel-size"),
-        (("chat", "m"), "there is no verb chat: `onestem generate"),
+        (("run", "m"), "there is no verb run: `onestem chat"),
         (("list",), "there is no verb list: `onestem models`"),
         (("run-batch",), "`onestem batch"),
     ],

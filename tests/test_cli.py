@@ -22,7 +22,8 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, JobError
 from onestem.jobs import run_file
 from onestem.llm import LLM
-from onestem.models.config import ARCHITECTURES, ModelConfig
+from onestem.models.config import ModelConfig
+from onestem.models.families import FAMILIES
 from onestem.ops.cpu import is_built
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
@@ -74,7 +75,7 @@ def write_job(path, lines) -> None:
 def test_help_names_every_verb():
     text = typed("--help").stdout
     below = {"bench": "batch", "pml": "show"}
-    for verb in ("batch", "generate", "plan", "score", "models", "env", "bench", "pml"):
+    for verb in ("batch", "chat", "generate", "plan", "score", "models", "env", "bench", "pml"):
         assert verb in text
         words = [verb, *([below[verb]] if verb in below else [])]
         assert "--help" in onestem(*words, "--help").stdout
@@ -109,7 +110,7 @@ def test_errors_are_one_line_and_exit_2(model, tmp_path):
     for args, message in (
         (("generate", "--model", tmp_path / "none", "x"), "no directory"),
         (("generate", "--model", model, "x", "--temperature", "-1"), "temperature is -1.0"),
-        (("generate", "--model", model, "x", "--system", "y"), "add --chat"),
+        (("generate", "--model", model, "x", "--raw", "--system", "y"), "--raw has none"),
         (("batch", tmp_path / "none.jsonl", "-o", tmp_path / "o", "--model", model), "is no file"),
         (("plan", tmp_path / "none.jsonl", "--model", model), "is no file"),
         (("bench", "batch", "--model", model, "--degree", "2,2"), "degree has 2 levels, prefix 1"),
@@ -162,7 +163,7 @@ def test_env():
 
 def test_models_lists_families():
     known = json.loads(onestem("models", "--json").stdout)
-    assert tuple(known) == ARCHITECTURES
+    assert tuple(known) == tuple(FAMILIES)
     assert "Gemma 3 270M and 1B" in onestem("models").stdout
 
 

@@ -62,10 +62,13 @@ def in_turns(
 
 
 @contextmanager
-def busy_cores(code: str = "while True: pass") -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A process for each core that runs Python code without end."""
+def busy_cores(
+    code: str = "while True: pass", count: int | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes, or one for each core, that run Python code without end."""
     command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    count = (os.cpu_count() or 1) if count is None else count
+    processes = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield processes
     finally:

@@ -34,6 +34,7 @@ from torch import Tensor
 from onestem.cost.timing import cpu_ms, graph_ms
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.linear import held_tensors
 from onestem.models.mlp import ExpertLayer, Mlp
 from onestem.models.weights import random_decoder
 from onestem.ops.dispatch import resolve_rounding
@@ -172,7 +173,7 @@ def reading(layers: Sequence[Layer]) -> float:
     for layer in layers:
         assert isinstance(layer.mlp, Mlp)
         products = (layer.qkv, layer.output, layer.mlp.up, layer.mlp.down)
-        weights.append([torch.cat(words(product.tensors())) for product in products])
+        weights.append([torch.cat(words([*held_tensors(product)])) for product in products])
     return reading_us(weights)
 
 
@@ -222,7 +223,7 @@ def expert_bytes(layer: Layer, x: Tensor) -> float:
     experts = layer.mlp
     assert isinstance(experts, ExpertLayer)
     _, chosen = experts.route(experts.router(x), experts.experts, experts.correction)
-    held = sum(tensor.numel() * tensor.dtype.itemsize for tensor in experts.products.tensors())
+    held = sum(tensor.numel() * tensor.dtype.itemsize for tensor in held_tensors(experts.products))
     return held * len(chosen.unique()) / experts.experts.num
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from onestem.models.config import ModelConfig
-from onestem.models.formats.held import Channels
+from onestem.models.formats.held import Channels, rounded_weight
 from onestem.models.formats.products import Target, projection
-from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout, Projection
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows

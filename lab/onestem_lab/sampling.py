@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import onestem
 from onestem.engine.engine import Engine
 from onestem.llm import LLM
+from onestem.models.linear import held_tensors
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.results import RESULTS, machine, write
@@ -202,7 +203,7 @@ def answers(llm: LLM, kinds: list[str], repeats: int) -> list[dict[str, Any]]:
     prompts = [rng.integers(0, llm.config.vocab_size, 512).tolist() for _ in range(64)]
     asked = {name: ANSWERS[name] for name in ANSWERS if kinds == ["all"] or name in kinds}
     rates: dict[str, list[float]] = {name: [] for name in asked}
-    head = llm.decoder.head.tensors()[0]
+    head = next(held_tensors(llm.decoder.head))
     for repeat in range(-1, repeats):
         for name, (fields, peaked) in asked.items():
             if repeat < 0 and name != next(iter(asked)):

@@ -14,6 +14,7 @@ import onestem
 from onestem.cli import (
     batch,
     bench,
+    chat,
     env,
     evaluate,
     generate,
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command("batch")(batch.batch)
 app.command("score")(batch.score)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("models")(models.models)

@@ -31,25 +31,30 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put each prompt through the model's chat template, or take it as it is (default: "
+            "the template, if there is one).",
+        ),
+    ] = None,
     parse_special: Annotated[
         bool,
         typer.Option(
-            help="Read the names of control tokens in prompts as these tokens, or as characters "
-            "(as in chats).",
+            help="With --raw: read the names of control tokens in prompts as these tokens, or as "
+            "characters (as in chats).",
         ),
     ] = True,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System prompt, with --chat.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of chats.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
 ) -> None:
     """Answer prompts. What they and their n answers have in common is computed once."""
     from onestem.errors import ConfigError
     from onestem.request import SamplingParams
 
-    if system is not None and not chat:
-        raise ConfigError("--system is for chats: add --chat")
+    if system is not None and chat is False:
+        raise ConfigError("--system is for chats, and --raw has none: leave one of them out")
     params = SamplingParams(
         n=n,
         max_tokens=max_tokens,
@@ -60,6 +65,10 @@ def generate(
         seed=engine.seed,
     )
     llm = options.load_llm(engine)
+    if chat is None:
+        chat = llm.tokenizer is not None and llm.tokenizer.has_chat_template
+    if system is not None and not chat:
+        raise ConfigError(f"--system is for chats, and {llm.name} has no chat template")
     if chat:
         head = [{"role": "system", "content": system}] if system is not None else []
         outputs = llm.chat(

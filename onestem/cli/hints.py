@@ -14,14 +14,13 @@ from onestem.server.settings import Settings
 __all__ = ["VERBS", "HintingCommand", "HintingGroup"]
 
 GENERATE = "`onestem generate PROMPT --model DIR` answers prompts"
-CHAT = f"{GENERATE}, with --chat through the chat template; `onestem serve DIR` has chats over HTTP"
+CHAT = "`onestem chat DIR` talks to a model; `onestem serve DIR` has chats over HTTP"
 LISTED = (
     "`onestem models` lists families; a model is a directory, and `onestem models DIR` tells of it"
 )
 FETCHED = "a name of the hub (owner/name) in place of DIR is fetched when it is first used"
 
 VERBS = {
-    "chat": CHAT,
     "run": CHAT,
     "complete": GENERATE,
     "list": LISTED,

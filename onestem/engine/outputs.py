@@ -92,16 +92,16 @@ def _completions(state: RequestState) -> list[CompletionOutput]:
 
 
 def _completion(sequence: Sequence) -> CompletionOutput:
-    asked = sequence.state.request.params.logprobs is not None
+    answer, asked = sequence.answer, sequence.state.request.params.logprobs is not None
     return CompletionOutput(
         index=sequence.index,
-        text=sequence.text,
+        text=answer.text,
         token_ids=sequence.output_ids.tolist(),
-        cumulative_logprob=sequence.cumulative_logprob if asked else None,
-        logprobs=list(sequence.logprobs) if asked else None,
+        cumulative_logprob=answer.cumulative_logprob if asked else None,
+        logprobs=list(answer.logprobs) if asked else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
-        weight_versions=sequence.weight_versions,
+        weight_versions=answer.weight_versions(sequence.num_output),
     )
 
 
@@ -118,7 +118,7 @@ def _best_choice(state: RequestState) -> CompletionOutput:
             finish_reason=worst.finish_reason,
             stop_reason=worst.stop_reason,
         )
-    pairs = [(s.scoring, s.weights[-1]) for s in state.sequences if s.scoring is not None]
+    pairs = [(s.scoring, s.answer.weights[-1]) for s in state.sequences if s.scoring is not None]
     tree, scorings = state.choices, [scoring for scoring, _ in pairs]
     assert params.choices is not None
     assert tree is not None

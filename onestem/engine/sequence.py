@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from onestem.cache import ModuleRun, PrefixCache, Run
+from onestem.cache import ModuleRun, Run
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.scores import PathScores, ScoreTree
@@ -27,11 +27,20 @@ __all__ = [
 ]
 
 
+# The count of splits that a path was found at, and the path.
+_NO_PATH: tuple[int, list[Run]] = (-1, [])
+
+
 class SamplingTable(Protocol):
     """Where sequences that sample are known to steps (`onestem.engine.step.sequence_table`)."""
 
-    def release(self, sequence: Sequence) -> None: ...
-    def num_launched(self, sid: int) -> int: ...
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence, which gets all that was committed for it."""
+        ...
+
+    def num_launched(self, sid: int) -> int:
+        """Tokens of a sequence whose rows were launched."""
+        ...
 
 
 @dataclass(eq=False)
@@ -41,6 +50,7 @@ class RequestState:
     Attributes:
         pml: its prompt if it imports modules.
         choices: the tree of its choices, of which its sequences are paths.
+        most_tokens: maximum tokens of a sequence.
     """
 
     request: Request
@@ -48,6 +58,7 @@ class RequestState:
     metrics: RequestMetrics
     pml: PmlPrompt | None = None
     choices: ScoreTree | None = None
+    most_tokens: int = 2**31
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     reuse: Reuse | None = None
@@ -60,6 +71,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
+        """Whether each of its sequences has ended."""
         # Asked when each of n sequences ends, and per token of a stream: none is checked twice.
         sequences, ended = self.sequences, self._num_ended
         while ended < len(sequences) and sequences[ended].finish_reason is not None:
@@ -73,34 +85,36 @@ class RequestState:
         self.sequences, self._num_ended = [], 0
 
 
+@dataclass(slots=True, eq=False)
 class Scoring:
     """Given tokens whose log-probabilities a sequence wants.
 
     Attributes:
         rows: int64 `[n]`, ascending: the index of the token after which each is scored.
         targets: int64 `[n]`, their ids.
-        logprobs, is_greedy: `[n]`, as in `PathScores`; the first `num_known` are there.
         num_alternatives: number of most probable tokens wanted beside each; None: not even the
             entries of the tokens themselves.
-        entries: their log-probabilities with those of the alternatives, as far as they are known.
+        is_all: nothing is sampled; the sequence ends once all of these are known.
+        num_known: of the first ones the results are there: `logprobs`, `is_greedy` `[n]`, as in
+            `PathScores`, and `entries`, log-probabilities with those of the alternatives.
     """
 
-    __slots__ = (
-        "entries", "is_greedy", "logprobs", "num_alternatives", "num_known", "rows", "targets"
-    )  # fmt: skip
+    rows: np.ndarray
+    targets: np.ndarray
+    num_alternatives: int | None = None
+    is_all: bool = False
+    num_known: int = 0
+    logprobs: np.ndarray = field(init=False)
+    is_greedy: np.ndarray = field(init=False)
+    entries: list[TokenLogprobs] = field(default_factory=list)
 
-    def __init__(
-        self, rows: np.ndarray, targets: np.ndarray, num_alternatives: int | None = None
-    ) -> None:
-        self.rows, self.targets = rows, targets
-        self.logprobs = np.zeros(len(rows))
-        self.is_greedy = np.zeros(len(rows), bool)
-        self.num_alternatives = num_alternatives
-        self.entries: list[TokenLogprobs] = []
-        self.num_known = 0
+    def __post_init__(self) -> None:
+        self.logprobs = np.zeros(len(self.rows))
+        self.is_greedy = np.zeros(len(self.rows), bool)
 
     @property
     def is_complete(self) -> bool:
+        """Whether all are known."""
         return self.num_known == len(self.rows)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
@@ -115,110 +129,114 @@ class Scoring:
 
     @property
     def known(self) -> PathScores:
+        """The results, all of them once `is_complete`."""
         return PathScores(self.logprobs, self.is_greedy)
 
 
-class Sequence:
-    """Tokens of one continuation.
+@dataclass(slots=True, eq=False)
+class AnswerSoFar:
+    """What is made of a sequence's sampled tokens as they come.
 
     Attributes:
-        tokens: prompt and sampled ids; of a prompt in PML those that it computes itself.
-        num_prompt: how many of them are the prompt.
-        most_tokens: maximum number of them.
-        modules: what it imports, while it is admitted.
-        stretches: which runs its tokens may match, and their positions.
-        scoring: given tokens whose log-probabilities are wanted.
-        score_only: nothing is sampled; done once all of these are known.
-        run: the deepest run of its path, which it writes; None while it is not admitted.
-        order: number of admission; the newest is preempted first.
-        is_job: whether it runs in what interactive requests leave free.
-        table, sid: where it is known to steps that sample for it (-1: nowhere).
-        sampling: the sampler's row, made with its first `sid`.
+        text: their text, as far as `detokenizer` was given them; without one it is made at the end.
+        grammar: which tokens may follow; None: any.
+        logprobs: their log-probabilities, where these are wanted, and `cumulative_logprob`: the sum
+            of their own.
         weights: (index among the sampled tokens, version of the weights that sample from it on).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_path",
-        "_path_version",
-        "cumulative_logprob",
-        "detokenizer",
-        "finish_reason",
-        "grammar",
-        "index",
-        "is_job",
-        "logprobs",
-        "modules",
-        "most_tokens",
-        "num_prompt",
-        "order",
-        "run",
-        "sampling",
-        "score_only",
-        "scoring",
-        "sid",
-        "state",
-        "stop_reason",
-        "stretches",
-        "table",
-        "text",
-        "tokens",
-        "weights",
-    )
+    weights: list[tuple[int, int]]
+    text: str = ""
+    detokenizer: Any = None
+    grammar: Any = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
 
-    def __init__(
-        self, state: RequestState, index: int, tokens: array[int], weights_version: int = 0
-    ) -> None:
-        self.state = state
-        self.index = index
-        self.tokens = tokens
-        self.num_prompt = len(tokens)
-        self.most_tokens = 2**31
-        self.stretches = state.pml.stretches if state.pml else stretches_of(state.request)
-        self.modules: SequenceModules | None = None
-        self.scoring: Scoring | None = None
-        self.score_only = False
-        self.run: Run | None = None
-        self.order = -1
-        self.is_job = state.request.priority == "job"
-        self.table: SamplingTable | None = None
-        self.sid = -1
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.cumulative_logprob = 0.0
-        self.logprobs: list[TokenLogprobs] = []
-        self.detokenizer: Any = None
-        self.grammar: Any = None
-        self.sampling: Any = None
-        self.text = ""
-        self.weights = [(0, weights_version)]
-        self._path: list[Run] = []
-        self._path_version = -1
+    def note_logprobs(self, token: int, entry: TokenLogprobs) -> None:
+        """Log-probabilities of a sampled token, and of others in its place."""
+        self.logprobs.append(entry)
+        self.cumulative_logprob += entry[token]
 
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+    def note_weights(self, first: int, version: int) -> None:
+        """Note other weights from a token on."""
+        self.weights = [*(one for one in self.weights if one[0] < first), (first, version)]
 
-    @property
-    def output_ids(self) -> array[int]:
-        return self.tokens[self.num_prompt :]
-
-    @property
-    def weight_versions(self) -> list[int]:
-        """Version of the weights that each of its tokens was sampled (or scored) with."""
-        ends = [*(first for first, _ in self.weights[1:]), self.num_output]
+    def weight_versions(self, num_output: int) -> list[int]:
+        """Version of the weights that each of the tokens was sampled (or scored) with."""
+        ends = [*(first for first, _ in self.weights[1:]), num_output]
         versions: list[int] = []
         for (first, version), end in zip(self.weights, ends, strict=True):
             versions += [version] * (end - first)
         return versions
 
+
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
+class Sequence:
+    """Tokens of one continuation.
+
+    Attributes:
+        index: which of its request's it is.
+        tokens: prompt and sampled ids; of a prompt in PML those that it computes itself.
+        num_prompt: how many of them are the prompt.
+        stretches: which runs its tokens may match, and their positions.
+        scoring: given tokens whose log-probabilities are wanted.
+        answer: what its sampled tokens give.
+        run: the deepest run of its path, which it writes; None while it is not admitted.
+        modules: what it imports, while it is admitted.
+        order: number of admission; the newest is preempted first.
+        table, sid: where it is known to steps that sample for it (-1: nowhere).
+        sampling: the sampler's row, made with its first `sid`.
+    """
+
+    state: RequestState
+    index: int
+    tokens: array[int]
+    weights_version: InitVar[int] = 0
+    num_prompt: int = field(init=False)
+    stretches: tuple[Stretch, ...] = field(init=False)
+    scoring: Scoring | None = None
+    answer: AnswerSoFar = field(init=False)
+    run: Run | None = None
+    modules: SequenceModules | None = None
+    order: int = -1
+    table: SamplingTable | None = None
+    sid: int = -1
+    sampling: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    _known_path: tuple[int, list[Run]] = field(default=_NO_PATH, init=False)
+
+    def __post_init__(self, weights_version: int) -> None:
+        state = self.state
+        self.num_prompt = len(self.tokens)
+        self.stretches = state.pml.stretches if state.pml else stretches_of(state.request)
+        self.answer = AnswerSoFar([(0, weights_version)])
+
+    @property
+    def is_job(self) -> bool:
+        """Whether it runs in what interactive requests leave free."""
+        return self.state.request.priority == "job"
+
+    @property
+    def score_only(self) -> bool:
+        """Whether nothing is sampled."""
+        return self.scoring is not None and self.scoring.is_all
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that it has sampled."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_ids(self) -> array[int]:
+        """The ids that it has sampled, a copy."""
+        return self.tokens[self.num_prompt :]
+
     def note_weights(self, version: int) -> None:
         """Note other weights from here on. What is scored in part is scored again as a whole."""
-        if self.wants_scores:
-            assert self.scoring is not None
+        if self.scoring is not None and self.wants_scores:
             self.scoring.forget()
-        first = 0 if self.score_only else self.num_output
-        self.weights = [*(one for one in self.weights if one[0] < first), (first, version)]
+        self.answer.note_weights(0 if self.score_only else self.num_output, version)
 
     @property
     def last_label(self) -> Label:
@@ -229,11 +247,6 @@ class Sequence:
     def imports(self) -> tuple[ImportedRun, ...]:
         """Module runs that its tokens see."""
         return self.modules.seen if self.modules is not None else ()
-
-    def position(self, index: int) -> int:
-        """Position id of a token."""
-        start, label = self.stretches[-1]
-        return index + label.shift if index >= start else int(self.positions(index, index + 1)[0])
 
     def positions(self, first: int, end: int) -> np.ndarray:
         """int64 `[end - first]`: position ids of tokens first..end-1."""
@@ -285,7 +298,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that it may still sample."""
-        room = self.most_tokens - len(self.tokens)
+        room = self.state.most_tokens - len(self.tokens)
         most = self.state.request.params.max_tokens
         return room if most is None else min(room, most - self.num_output)
 
@@ -314,34 +327,23 @@ class Sequence:
         run.computed = len(run.tokens) - 1
         self.state.metrics.num_output_tokens += len(token_ids)
         for token, entry in zip(token_ids, entries, strict=False):
-            self.note_logprobs(token, entry)
-
-    def note_logprobs(self, token: int, entry: TokenLogprobs) -> None:
-        """Log-probabilities of a sampled token, and of others in its place."""
-        self.logprobs.append(entry)
-        self.cumulative_logprob += entry[token]
+            self.answer.note_logprobs(token, entry)
 
     def leave_table(self) -> None:
         """Leave the table: no step samples for it any more. It has all that was committed."""
         if self.table is not None:
             self.table.release(self)
 
-    def import_modules(self, cache: PrefixCache) -> None:
-        """Pin what its prompt imports, as it is admitted."""
-        pml = self.state.pml
-        if pml is not None:
-            self.modules = SequenceModules(cache.modules, pml, self, private=not cache.enabled)
-
     def path(self, version: int) -> list[Run]:
         """Its runs from the root's child down; `version` is the tree's count of splits."""
-        if self._path_version != version:
+        if self._known_path[0] != version:
             assert self.run is not None
-            self._path = self.run.path()
-            self._path_version = version
-        return self._path
+            self._known_path = version, self.run.path()
+        return self._known_path[1]
 
     def forget_path(self) -> None:
-        self._path_version = -1
+        """Look for its runs again when its path is asked for next."""
+        self._known_path = _NO_PATH
 
     def stand_alone(self) -> None:
         """Share no common prefix from here on: one run takes fewer pages than two."""
@@ -380,6 +382,7 @@ class Chunk:
 
     @property
     def num_prompt_rows(self) -> int:
+        """Rows of the prompt and of modules: the others compute sampled tokens again."""
         if self.module is not None:
             return self.end - self.start
         return max(0, min(self.end, self.sequence.num_prompt) - self.start)
@@ -418,6 +421,7 @@ class StepChanges:
 
     @property
     def has_interactive_prompts(self) -> bool:
+        """Whether an interactive request computes a part of its prompt."""
         return any(chunk.num_prompt_rows and not chunk.sequence.is_job for chunk in self.chunks)
 
 
@@ -433,5 +437,6 @@ class ScoreSpan:
 
     @property
     def targets(self) -> np.ndarray:
+        """int64 `[n]`: ids of the tokens."""
         assert self.sequence.scoring is not None
         return self.sequence.scoring.targets[self.first : self.end]

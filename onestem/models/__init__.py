@@ -1,8 +1,4 @@
 """Decoders: one class described by a configuration, for all supported families.
 
-`onestem.models.config` imports no torch; the rest is imported from its own module.
+`onestem.models.config` imports no torch.
 """
-
-from onestem.models.config import GenerationDefaults, ModelConfig, RopeScaling
-
-__all__ = ["GenerationDefaults", "ModelConfig", "RopeScaling"]

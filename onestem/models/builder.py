@@ -14,9 +14,8 @@ from onestem.errors import WeightsError
 from onestem.models.checkpoint import Source
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm, activation_of
-from onestem.models.formats.held import Weight
+from onestem.models.formats.held import Weight, rounded_weight
 from onestem.models.formats.products import RoundedHead, Target, projection
-from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Activation, Head, Layout, Linear, Projection
 from onestem.models.mlp import (
     ExpertLayer,
@@ -40,12 +39,9 @@ from onestem.ops import Heads, LayerOps, resolve_layers
 from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.options import Quantize
 
-__all__ = ["Builder", "ExpertWeights", "expert_activation", "qkv_order", "read_weight"]
+__all__ = ["Builder", "expert_activation", "qkv_order", "read_weight"]
 
 log = logging.getLogger(__name__)
-
-# Of all experts of a layer: gate and up, and down.
-ExpertWeights = tuple[GroupedWeight, GroupedWeight]
 
 
 class Builder:
@@ -131,7 +127,6 @@ class Builder:
         qkv = (Role.QKV, Role.Q, Role.K, Role.V)
         up = (Role.GATE, Role.UP)
         has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
-        sinks = self.optional(specs, Role.SINKS)
         return Layer(
             input_norm=self.optional_norm(specs, Role.INPUT_NORM),
             qkv=self.linear(specs, *qkv, order=qkv_order(config, index)),
@@ -142,7 +137,7 @@ class Builder:
                 q_norm=q_norm,
                 k_norm=k_norm,
                 eps=config.norm_eps,
-                sinks=sinks,
+                sinks=self.optional(specs, Role.SINKS),
                 v_norm=config.v_norm,
                 value_is_key=heads.value_is_key,
             ),
@@ -206,21 +201,19 @@ class Builder:
             shared = self.mlp(specs, (Role.SHARED_GATE, Role.SHARED_UP), Role.SHARED_DOWN)
         if Role.SHARED_FACTOR in specs:
             shared_gate = self.head(specs[Role.SHARED_FACTOR], Layout.PLAIN)
-        correction = self.optional(specs, Role.CORRECTION)
-        scales = self.optional(specs, Role.EXPERT_SCALES)
         return ExpertLayer(
             experts=experts,
             router=self.head(specs[Role.ROUTER], self.target.layout),
-            correction=correction,
+            correction=self.optional(specs, Role.CORRECTION),
             products=self.products(specs, *self.expert_weights(specs)),
             shared=shared,
             shared_gate=shared_gate,
             route=route_on_gpu if self.on_gpu else route,
-            expert_scales=scales,
+            expert_scales=self.optional(specs, Role.EXPERT_SCALES),
         )
 
-    def expert_weights(self, specs: ByRole) -> ExpertWeights:
-        """Weights of a layer's experts, as they are held."""
+    def expert_weights(self, specs: ByRole) -> tuple[GroupedWeight, GroupedWeight]:
+        """Weights of a layer's experts, as they are held: gate and up, and down."""
         return self.grouped(specs[Role.EXPERTS_UP]), self.grouped(specs[Role.EXPERTS_DOWN])
 
     def grouped(self, spec: TensorSpec) -> GroupedWeight:

@@ -137,10 +137,10 @@ class Checkpoint:
             return self(spec)
 
         def get(name: str, cut: Cut | None = None) -> Tensor | None:
-            name = f"{module}.{name}"
-            if name not in self._held:
+            at = f"{module}.{name}"
+            if at not in self._held:
                 return None
-            stored = self._stored(name, cut)
+            stored = self._stored(at, cut)
             return stored.to(self._device) if self._copy is None else self._copy(stored)
 
         weight = stored_weight(self.schemes[module][0], get, *_size(spec), spec.cut)
@@ -246,7 +246,13 @@ def open_checkpoint(
     if schemes and config.tensor_names.transposed:
         raise UnsupportedError(f"{directory}: quantised weights of {config.architecture}")
     expected = _expected(specs.values(), schemes, held)
-    _check_names(directory, config, expected, held)
+    needed = {name for name, one in expected.items() if not one.optional}
+    missing = sorted(needed - set(held))
+    if missing:
+        raise WeightsError(
+            f"{directory} lacks tensors that {config.architecture} needs: {listed(missing)}"
+        )
+    check_unknown(directory, config, expected, held)
     check_shapes(directory, config, expected, held)
     checkpoint = Checkpoint(held, schemes, singles, dtype, device)
     checkpoint.check_values(specs.values())
@@ -341,7 +347,7 @@ def _names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
     names = config.tensor_names
     found: dict[str, str] = {}
     for name in stored:
-        ours = config.tensor_names.ours(name)
+        ours = names.ours(name)
         if ours is None:
             continue
         if ours in found:
@@ -365,21 +371,6 @@ def _headers(config: ModelConfig, files: Mapping[str, Path]) -> dict[str, FileTe
                 part = handle.get_slice(at)
                 held[name] = FileTensor(tuple(part.get_shape()), part.get_dtype(), file, at)
     return held
-
-
-def _check_names(
-    directory: Path,
-    config: ModelConfig,
-    expected: Mapping[str, Expected],
-    held: Mapping[str, FileTensor],
-) -> None:
-    needed = {name for name, one in expected.items() if not one.optional}
-    missing = sorted(needed - set(held))
-    if missing:
-        raise WeightsError(
-            f"{directory} lacks tensors that {config.architecture} needs: {listed(missing)}"
-        )
-    check_unknown(directory, config, expected, held)
 
 
 def check_unknown(
@@ -420,11 +411,7 @@ def check_shapes(
         raise WeightsError(f"{holder} holds tensors of other shapes: {listed(wrong)}")
     for name, (one, wanted) in there.items():
         if one.dtype not in wanted.dtypes:
-            raise WeightsError(f"{holder}: {name} is {one.dtype}, {_wanted(config, wanted)}")
-
-
-def _wanted(config: ModelConfig, wanted: Expected) -> str:
-    said = f"expected {', '.join(wanted.dtypes)}"
-    if config.quantization is None:
-        return f"{said}: config.json says nothing of quantised weights"
-    return said
+            plain = config.quantization is None
+            why = ": config.json says nothing of quantised weights" if plain else ""
+            expects = f"expected {', '.join(wanted.dtypes)}{why}"
+            raise WeightsError(f"{holder}: {name} is {one.dtype}, {expects}")

@@ -14,42 +14,14 @@ from functools import cached_property
 from pathlib import Path
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
-from onestem.models.description import (
-    Alibi,
-    Description,
-    LayerHeads,
-    LayerRotary,
-    Learned,
-    LongRope,
-    Proportional,
-    RopeScaling,
-    Rotary,
-    Yarn,
-)
+from onestem.models.description import Description, Yarn
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 
-__all__ = [
-    "ARCHITECTURES",
-    "Alibi",
-    "GenerationDefaults",
-    "LayerHeads",
-    "LayerRotary",
-    "Learned",
-    "LongRope",
-    "ModelConfig",
-    "Proportional",
-    "RopeScaling",
-    "Rotary",
-    "Yarn",
-]
-
-ARCHITECTURES = tuple(FAMILIES)
-
-DTYPES = ("bfloat16", "float16", "float32")
+__all__ = ["GenerationDefaults", "ModelConfig"]
 
 # Layers and experts, by the names that families give them.
 COUNTS = (
@@ -71,7 +43,7 @@ class ModelConfig(Description):
     """A decoder, the dtype of its weights, and its special tokens.
 
     Attributes:
-        architecture: one of `ARCHITECTURES`.
+        architecture: one of `FAMILIES`.
         quantization: how the checkpoint's linear layers are stored; None: in 16 or 32 bits.
     """
 
@@ -93,7 +65,11 @@ class ModelConfig(Description):
         generation = _generation_fields(directory)
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
-            torch_dtype=_dtype(common),
+            torch_dtype=common.one_of(
+                "torch_dtype" if common.values.get("dtype") is None else "dtype",
+                *("bfloat16", "float16", "float32"),
+                default="float32",
+            ),
             quantization=None if four_bits else read_quantization(fields),
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
@@ -138,7 +114,11 @@ class GenerationDefaults:
             repetition_penalty=generation.optional_number("repetition_penalty"),
             eos_token_ids=_known_eos(_with_text_fields(config), generation),
         )
-        defaults.check(generation.source)
+        values = {name: value for name, value in vars(defaults).items() if name != "eos_token_ids"}
+        try:
+            SamplingParams(**values)
+        except RequestError as error:
+            raise ConfigError(f"{generation.source}: {error}") from error
         return defaults
 
     def ends(self, tokenizer_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
@@ -146,14 +126,6 @@ class GenerationDefaults:
         has."""
         of_model = (token for token in tokenizer_ids if token < vocab_size)
         return tuple(dict.fromkeys((*self.eos_token_ids, *of_model)))
-
-    def check(self, source: Path | str) -> None:
-        """Raise `ConfigError` for values that a request could not have either."""
-        values = {name: value for name, value in vars(self).items() if name != "eos_token_ids"}
-        try:
-            SamplingParams(**values)
-        except RequestError as error:
-            raise ConfigError(f"{source}: {error}") from error
 
 
 def _generation_fields(directory: Path) -> Fields:
@@ -191,21 +163,11 @@ def _with_text_fields(fields: Fields) -> Fields:
 def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
-        raise fields.wrong("architectures", f"a list of one of {', '.join(ARCHITECTURES)}")
+        raise fields.wrong("architectures", f"a list of one of {', '.join(FAMILIES)}")
     name = str(names[0])
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         raise UnsupportedError(f"{fields.source}: {name} is not supported: {refusal(name)}")
     return name
-
-
-def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
-    value = fields.values.get(name)
-    if value is None:
-        return "float32"
-    if value not in DTYPES:
-        raise fields.unsupported(name, ", ".join(DTYPES))
-    return str(value)
 
 
 def _bos_token_id(fields: Fields, generation: Fields) -> int | None:
@@ -234,6 +196,6 @@ def _known_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
     for source in (generation, fields):
         unknown = ", ".join(str(token) for token in _ends_in(source) if not 0 <= token < size)
         if unknown:
-            told = "%s: eos_token_id has %s, and the model has %d tokens: left out"
-            log.warning(told, source.source, unknown, size)
+            line = "%s: eos_token_id has %s, and the model has %d tokens: left out"
+            log.warning(line, source.source, unknown, size)
     return tuple(token for token in _eos_token_ids(fields, generation) if 0 <= token < size)

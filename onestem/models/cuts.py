@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "Cut", "Slices", "Span", "covering"]
+__all__ = ["Axis", "Cut", "Span", "covering"]
 
 # (first, last + 1)
 Span = tuple[int, int]
-
-
-class Slices(Protocol):
-    """A tensor of a file that is read slice by slice, as safetensors gives it."""
-
-    def get_shape(self) -> Sequence[int]:
-        """Sizes of the whole tensor."""
-        ...
-
-    def __getitem__(self, at: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,16 @@ class Cut:
     dim: int
     spans: tuple[Span, ...]
 
-    def of(self, held: Tensor | Slices) -> Tensor:
-        """The part of `held`: a view if it is one span of a tensor."""
+    def of(self, held: Any) -> Tensor:
+        """The part of a tensor: a view if it is one span. `held` may also be a slice of safetensors
+        (`get_slice`), of which only the part is read."""
         shape = held.shape if isinstance(held, Tensor) else held.get_shape()
-        return self.filled(self._inside(held, shape[self.dim]))
+        before = (slice(None),) * self.dim
+        spans = [span for span in self.within(shape[self.dim]).spans if span[0] < span[1]]
+        if not spans:  # one element gives the dtype
+            return self.filled(held[(*before, slice(0, 1))].narrow(self.dim, 0, 0))
+        parts = [held[(*before, slice(*span))] for span in spans]
+        return self.filled(parts[0] if len(parts) == 1 else torch.cat(parts, self.dim))
 
     def within(self, size: int) -> Cut:
         """This cut, clipped to a dimension of `size`."""
@@ -82,14 +78,6 @@ class Cut:
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.spans)
-
-    def _inside(self, held: Tensor | Slices, size: int) -> Tensor:
-        before = (slice(None),) * self.dim
-        spans = [span for span in self.within(size).spans if span[0] < span[1]]
-        if not spans:  # one element gives the dtype
-            return held[(*before, slice(0, 1))].narrow(self.dim, 0, 0)
-        parts = [held[(*before, slice(*span))] for span in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 def covering(spans: Sequence[Span], per_word: int) -> tuple[tuple[Span, ...], list[int]]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypedDict, overload
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.models.config import Alibi, ModelConfig
-from onestem.models.linear import Activation, Head, Projection, padded_rows, step_rows
+from onestem.models.config import ModelConfig
+from onestem.models.description import Alibi
+from onestem.models.linear import Activation, Head, Projection, held_tensors, padded_rows, step_rows
 from onestem.models.mlp import ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.part import part_of
-from onestem.models.places import Place
+from onestem.models.places import Place, ProductPlace
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import Rope
 from onestem.models.vectors import LayerVectors, TokenVectors
@@ -53,10 +54,6 @@ class Norm:
     weight: Tensor
     bias: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
-
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -88,18 +85,6 @@ class Layer:
     vectors: LayerVectors | None = None
     scalar: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        norms = (self.input_norm, self.output_norm, self.post_norm, self.down_norm)
-        held = [tensor for norm in norms if norm is not None for tensor in norm.tensors()]
-        of_heads = (self.heads.q_norm, self.heads.k_norm, self.heads.sinks)
-        held += [tensor for tensor in of_heads if tensor is not None]
-        held += self.qk_norms or ()
-        held += [] if self.scalar is None else [self.scalar]
-        for part in (self.beside, self.vectors):
-            held += [] if part is None else part.tensors()
-        return held + self.qkv.tensors() + self.output.tensors() + self.mlp.tensors()
-
     @property
     def linears(self) -> tuple[Projection, ...]:
         """The layer's products, without those of experts."""
@@ -117,7 +102,6 @@ class Decoder:
             of MLPs, rows of the vocabulary. `config` itself where one rank holds all.
         scores: what attention does to scores, for the part's heads.
         places: name of a tensor in a checkpoint -> the places that it was put in.
-        normed: adds to the residual and returns its norm.
         quantised: format of the weights, which then cannot be rewritten; None: they can.
     """
 
@@ -132,7 +116,6 @@ class Decoder:
         *,
         positions: Tensor | None = None,
         vectors: TokenVectors | None = None,
-        ops: LayerOps | None = None,
         places: Iterable[Place] = (),
         quantised: str | None = None,
         ranks: Ranks = ALONE,
@@ -143,8 +126,7 @@ class Decoder:
         Results are the whole model's, on each rank.
 
         `positions` [max_position_embeddings, hidden_size] are learned positions, `vectors` the
-        layers' vectors of tokens. `ops` runs between the products; None: the fastest for the
-        device.
+        layers' vectors of tokens.
         """
         self.config = config
         self.ranks = ranks
@@ -165,7 +147,7 @@ class Decoder:
         self.quantised = quantised
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
-        self.ops = ops or resolve_layers(embedding.device)
+        self.ops = resolve_layers(embedding.device)
         self.scores: Scores = {
             "scale": config.score_scale or config.head_dim**-0.5,
             "softcap": config.score_softcap,
@@ -173,9 +155,7 @@ class Decoder:
         }
         # As transformers rounds it; a Python number would stay float32 inside the product.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
-        self.normed = _add_norm(config, self.ops)
         self._activation = activation_of(config, self.ops)
-        self._rounded_activation = self.ops.rounded_silu_mul if config.mlp == "silu_gated" else None
 
     @torch.inference_mode()
     def forward(
@@ -186,16 +166,15 @@ class Decoder:
         The result is what `logits` takes: the final norm has been applied. `read` [num_read] int64
         are the rows that it has, None: all. After the last layer's attention only these go on.
         """
-        angles, add_norm = self.rope.angles(positions), self.normed
+        angles = self.rope.angles(positions)
         growth = _growth(self.config, positions, self.dtype)
         sequential = self.config.block == "sequential"
         hidden = self._embed(token_ids, positions)
         vectors = None if self.vectors is None else self.vectors(token_ids, hidden, self.ops)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed = add_norm(
-                hidden, delta, layer.input_norm, layer.qkv.rounds if sequential else None
-            )
+            rounds = layer.qkv.rounds if sequential else None
+            normed = self.normed(hidden, delta, layer.input_norm, rounds)
             out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
             out = out.flatten(1)
             if read is not None and index == len(self.layers) - 1:
@@ -207,17 +186,36 @@ class Decoder:
             delta = layer.output(out)
             if sequential:
                 delta = self._given(self.ranks.sum(delta), layer.output_norm)
-                normed = add_norm(hidden, delta, layer.post_norm, layer.mlp.rounds)
+                normed = self.normed(hidden, delta, layer.post_norm, layer.mlp.rounds)
                 delta = self._given(self.mlp(layer, normed, hidden), layer.down_norm)
             else:
-                beside = add_norm(hidden, None, layer.post_norm) if layer.post_norm else normed
-                delta = self.ranks.sum(delta.add_(self._own_mlp(layer, beside)))
+                beside = self.normed(hidden, None, layer.post_norm) if layer.post_norm else normed
+                delta = self.ranks.sum(delta.add_(layer.mlp(beside, self._activation)))
             if layer.vectors is not None and vectors is not None:
                 delta = layer.vectors(hidden.add_(delta), vectors[:, index])
                 delta = self._rms_norm(delta, layer.vectors.norm)
             if layer.scalar is not None:
                 hidden, delta = hidden.add_(delta).mul_(layer.scalar), None
-        return add_norm(hidden, delta, self.norm)
+        return self.normed(hidden, delta, self.norm)
+
+    def normed(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        rounds: torch.dtype | None = None,
+    ) -> Any:
+        """The norm of hidden + delta, which replaces hidden, or that sum where there is no norm:
+        all `[num_rows, hidden_size]`. With `rounds`, the dtype that the next product rounds its
+        rows to, the result may be `RoundedRows`."""
+        eps, is_rms = self.config.norm_eps, self.config.norm == "rms"
+        if norm is None:
+            return hidden if delta is None else hidden.add_(delta)
+        if is_rms and rounds is not None:
+            return self.ops.rounded_rms_norm(hidden, delta, norm.weight, eps, rounds)
+        if is_rms:
+            return self.ops.add_rms_norm(hidden, delta, norm.weight, eps)
+        return add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
 
     def padded_rows(self, rows: int) -> int:
         """Number of rows that a step of `rows` is best padded to."""
@@ -263,14 +261,10 @@ class Decoder:
     def mlp(self, layer: Layer, normed: Rows, hidden: Tensor) -> Tensor:
         """A layer's MLP or experts, or both: [num_rows, hidden_size] -> [num_rows, hidden_size].
         `hidden` is the residual."""
-        out = self.ranks.sum(self._own_mlp(layer, normed))
+        out = self.ranks.sum(layer.mlp(normed, self._activation))
         if layer.beside is None:
             return out
         return layer.beside.added(out, hidden, self._rms_norm, self._activation, self.ranks)
-
-    def _own_mlp(self, layer: Layer, normed: Rows) -> Tensor:
-        """This rank's share of the result of a layer's MLP, or of its experts instead."""
-        return layer.mlp(normed, self._activation, self._rounded_activation)
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self.ops.add_rms_norm(rows, None, weight, self.config.norm_eps)
@@ -296,15 +290,13 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take here, with packed copies; shared tensors count once."""
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._tensors())
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors)
 
-    def _tensors(self) -> list[Tensor]:
-        """All weights, each once."""
-        held = [self.embedding, *self.norm.tensors(), *self.head.tensors()]
-        held += [] if self.positions is None else [self.positions]
-        held += [] if self.vectors is None else self.vectors.tensors()
-        held += [tensor for layer in self.layers for tensor in layer.tensors()]
-        return list({id(tensor): tensor for tensor in held}.values())
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All weights, and their packed copies, each once."""
+        parts = [self.embedding, self.norm, self.head, self.positions, self.vectors, self.layers]
+        return list({id(tensor): tensor for tensor in held_tensors(parts)}.values())
 
     def release(self, *, keep: bool) -> None:
         """Free the weights' memory; the tensor objects stay.
@@ -314,7 +306,7 @@ class Decoder:
         """
         if keep and self.device.type == "cpu":
             return
-        plain = (tensor for tensor in self._tensors() if not tensor.is_mkldnn)
+        plain = (tensor for tensor in self.tensors if not tensor.is_mkldnn)
         for storage in dict.fromkeys(tensor.untyped_storage() for tensor in plain):
             if storage not in self._released:
                 self._released[storage] = storage.nbytes(), storage.cpu() if keep else None
@@ -322,8 +314,9 @@ class Decoder:
             elif not keep:
                 self._released[storage] = self._released[storage][0], None
         if not keep:
-            for place in dict.fromkeys(place for held in self.places.values() for place in held):
-                place.drop_packed()
+            for place in (place for held in self.places.values() for place in held):
+                if isinstance(place, ProductPlace):
+                    place.product.packed = None  # writing makes it again
 
     def restore(self) -> None:
         """Take the memory again, with the values that were kept; others have to be written."""
@@ -346,40 +339,6 @@ class Decoder:
         return self.part.kv_values_per_token * self.dtype.itemsize
 
 
-class AddNorm(Protocol):
-    """The norm of hidden + delta, and hidden itself where norm is None; the sum replaces hidden.
-    With `rounds`, the dtype that the next product rounds to, rows may be rounded already."""
-
-    @overload
-    def __call__(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        norm: Norm | None,
-        rounds: torch.dtype | None,
-    ) -> Rows: ...
-
-
-def _add_norm(config: ModelConfig, ops: LayerOps) -> AddNorm:
-    eps = config.norm_eps
-
-    def add_norm(
-        hidden: Tensor, delta: Tensor | None, norm: Norm | None, rounds: torch.dtype | None = None
-    ) -> Any:
-        if norm is None:
-            return hidden if delta is None else hidden.add_(delta)
-        if config.norm == "rms" and rounds is not None:
-            return ops.rounded_rms_norm(hidden, delta, norm.weight, eps, rounds)
-        if config.norm == "rms":
-            return ops.add_rms_norm(hidden, delta, norm.weight, eps)
-        return add_layer_norm(hidden, delta, norm.weight, norm.bias, eps)
-
-    return add_norm
-
-
 def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Factor of each row's queries, `[num_rows, 1]`."""
     if config.query_growth is None:
@@ -391,7 +350,7 @@ def _growth(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tenso
 def activation_of(config: ModelConfig, ops: LayerOps) -> Activation:
     """The activation of a model's MLPs."""
     if config.mlp == "silu_gated":
-        return Activation(config.mlp, ops.silu_mul)
+        return Activation(config.mlp, ops.silu_mul, ops.rounded_silu_mul)
     if config.mlp == "gelu_tanh_gated":
         return Activation(config.mlp, ops.gelu_mul)
     kind = "tanh" if config.mlp == "gelu_tanh" else "none"

@@ -40,6 +40,14 @@ class Fields:
             if self.values.get(name) not in (None, value):
                 raise self.unsupported(name, repr(value))
 
+    def one_of(self, name: str, *known: str, default: str | None = None) -> Any:
+        """One of the known values; `default` where the field is absent. Raises `UnsupportedError`
+        for another value."""
+        value = self.values.get(name)
+        if value not in (None, *known):
+            raise self.unsupported(name, ", ".join(known))
+        return default if value is None else value
+
     def optional_integer(self, name: str) -> int | None:
         """An integer; None: the field is absent. Raises `ConfigError` for another value."""
         value = self.values.get(name)

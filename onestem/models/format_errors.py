@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,18 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from onestem.errors import ConfigError
-from onestem.models.builder import Builder, ExpertWeights, expert_activation, read_weight
-from onestem.models.checkpoint import Checkpoint, open_checkpoint
-from onestem.models.formats.held import Weight, dense
+from onestem.models.builder import Builder, expert_activation, read_weight
+from onestem.models.checkpoint import Checkpoint, open_checkpoint, with_own_head
+from onestem.models.config import ModelConfig
+from onestem.models.formats.held import dense
 from onestem.models.formats.products import Target, projection
-from onestem.models.formats.rounding import rounded_weight
-from onestem.models.mlp import ExpertProducts
 from onestem.models.names import Role
-from onestem.models.quantization import Scheme
 from onestem.models.sizes import rounds_head, target_of
-from onestem.models.tensors import Tensors, TensorSpec
-from onestem.models.weights import checked_config
-from onestem.ops.experts import GroupedWeight
+from onestem.models.tensors import Tensors
 from onestem.ops.layers import TorchLayers
 from onestem.options import Quantize
 
@@ -50,6 +46,10 @@ class FormatError:
     products: float
 
 
+# What a model has, and where it is read from.
+_Model = tuple[Tensors, Checkpoint]
+
+
 @torch.inference_mode()
 def format_errors(
     path: Path,
@@ -70,7 +70,8 @@ def format_errors(
         ConfigError: nothing is quantised that could be compared with `original`.
         WeightsError: a directory does not hold the model.
     """
-    config, schemes = checked_config(path)
+    held = tensors, source = _opened(path, dtype, device)
+    config, schemes = tensors.config, source.schemes
     stored = config.experts is not None and config.experts.mxfp4
     if not schemes and not stored and quantization is None:
         if original is None:
@@ -79,43 +80,30 @@ def format_errors(
             f"the weights of {path} are not quantised, and --original is what quantised ones came "
             "from: leave it out, or give --quantization"
         )
-    tensors = Tensors(config)
-    source = open_checkpoint(path, tensors, dtype, device)
     target = target_of(tensors, dtype, device)
     truth, unrounded = (None if schemes else source), None
     if original is not None:
-        theirs = Tensors(checked_config(original)[0])
-        truth = open_checkpoint(original, theirs, dtype, device)
-        unrounded = (theirs, truth)
+        unrounded = _, truth = _opened(original, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
 
     def rows(size: int) -> torch.Tensor:
         x = torch.empty(ROWS, size, dtype=dtype, device=device)
         return x.normal_(generator=generator)
 
-    forms: list[tuple[TensorSpec, Quantize | None]]
     forms = [(spec, quantization) for spec in tensors.matrices]
     if rounds_head(config, quantization, target):
         forms.append((tensors.head, "int8"))
-
-    def read(checkpoint: Checkpoint, spec: TensorSpec, form: Quantize | None) -> Weight:
-        if spec is not tensors.head:
-            return read_weight(checkpoint, spec, form)
-        weight = checkpoint(spec)
-        return weight if form is None else rounded_weight(weight, form)
-
     for spec, form in forms:
         module = str(spec.module)
         if schemes and module not in schemes:
             continue
-        weight = read(source, spec, form)
+        weight = read_weight(source, spec, form)
         if isinstance(weight, torch.Tensor):
             continue  # the format does not take its width
         product = projection([weight], None, None, target)
-        meant = dense(weight, torch.float64)
-        exact = meant
+        exact = meant = dense(weight, torch.float64)
         if truth is not None:
-            exact = dense(read(truth, spec, None), torch.float64)
+            exact = dense(read_weight(truth, spec, None), torch.float64)
         x = rows(product.in_features)
         right = x.double() @ exact.t()
         yield FormatError(
@@ -124,35 +112,25 @@ def format_errors(
             None if truth is None else _by_norm(meant - exact, exact),
             _by_norm(product(x).double() - right, right),
         )
-    for layer, module in _quantised_experts(tensors, schemes):
-        x = rows(config.hidden_size)
-        yield _of_experts((tensors, source), unrounded, layer, module, x, target)
+    for layer, module in _quantised_experts(held):
+        yield _of_experts(held, unrounded, layer, module, rows(config.hidden_size), target)
 
 
-def _quantised_experts(
-    tensors: Tensors, schemes: Mapping[str, Scheme]
-) -> Iterator[tuple[int, str]]:
+def _opened(path: Path, dtype: torch.dtype, device: torch.device) -> _Model:
+    tensors = Tensors(with_own_head(path, ModelConfig.from_directory(path)))
+    return tensors, open_checkpoint(path, tensors, dtype, device)
+
+
+def _quantised_experts(model: _Model) -> Iterator[tuple[int, str]]:
     """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
+    tensors, source = model
     names = tensors.config.tensor_names
     for layer, specs in enumerate(tensors.layers):
         if Role.EXPERTS_UP in specs:
             module = (names.layer.format(layer) + names[Role.EXPERT_GATE]).partition(".{}")[0]
             scales = specs[Role.EXPERTS_UP].scales
-            if scales is not None or any(one.startswith(f"{module}.") for one in schemes):
+            if scales is not None or any(one.startswith(f"{module}.") for one in source.schemes):
                 yield layer, module
-
-
-# What a model has, and where it is read from.
-_Model = tuple[Tensors, Checkpoint]
-
-
-def _read_experts(
-    model: _Model, layer: int, target: Target
-) -> tuple[ExpertWeights, ExpertProducts]:
-    """Weights of a layer's experts as they are held, and their products."""
-    builder, specs = Builder(*model, target), model[0].layers[layer]
-    weights = builder.expert_weights(specs)
-    return weights, builder.products(specs, *weights)
 
 
 def _of_experts(
@@ -164,22 +142,27 @@ def _of_experts(
     target: Target,
 ) -> FormatError:
     """Errors of all experts of a layer, each of which takes the same number of rows of x."""
-    weights, products = _read_experts(held, layer, target)
-    exact = weights if original is None else _read_experts(original, layer, target)[0]
-    config = held[0].config
-    experts = config.experts
+    tensors, builder = held[0], Builder(*held, target)
+    weights = exact = builder.expert_weights(tensors.layers[layer])
+    products = builder.products(tensors.layers[layer], *weights)
+    if original is not None:
+        exact = Builder(*original, target).expert_weights(original[0].layers[layer])
+    experts = tensors.config.experts
     assert experts is not None
     size = (len(x), experts.top_k)
     chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
     scores = torch.full(size, 1 / experts.top_k, device=x.device)
     right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    activate = expert_activation(config, TorchLayers()).function
+    activate = expert_activation(tensors.config, TorchLayers()).function
     off, whole = 0.0, 0.0
     for index in range(experts.num):
-        up, down = (_exact(weight, index) for weight in exact)
-        for weight, (truth, _) in zip(weights, (up, down), strict=True):
+        layers = []
+        for weight, theirs in zip(weights, exact, strict=True):
+            truth = theirs.dense(index, torch.float64)
             off += float((weight.dense(index, torch.float64) - truth).square().sum())
             whole += float(truth.square().sum())
+            layers.append((truth, None if theirs.bias is None else theirs.bias[index].double()))
+        up, down = layers
         result = F.linear(activate(F.linear(x.double(), *up)), *down)
         right += result * (scores * (chosen == index)).sum(-1, keepdim=True)
     return FormatError(
@@ -188,11 +171,6 @@ def _of_experts(
         None if original is None else (off / whole) ** 0.5,
         _by_norm(products(x, scores, chosen).double() - right, right),
     )
-
-
-def _exact(weight: GroupedWeight, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias = None if weight.bias is None else weight.bias[index].double()
-    return weight.dense(index, torch.float64), bias
 
 
 def _by_norm(error: torch.Tensor, whole: torch.Tensor) -> float:

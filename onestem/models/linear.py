@@ -1,44 +1,15 @@
 """Linear layers, each with the weight layout that is fastest where it runs.
 
-Measured on a CPU without native 16-bit arithmetic (AVX2, two cores; milliseconds for one product
-of `rows` x 896 with a weight of 9728 x 896):
+* float32 on a CPU: packed by oneDNN, and where memory allows plain beside it, for many rows.
+* 16 bits on a CPU without 16-bit products: as it is for a single row, where reading half the bytes
+  wins, and a packed float32 copy for more. Products and sums are float32, rounded once at the end,
+  as by hardware with 16-bit products.
+* 16 bits on a CPU with AMX: packed. oneDNN makes a new product for each number of rows, so steps
+  are padded to a few numbers (`padded_rows`). It distributes narrow weights badly over threads, so
+  these are multiplied in pieces.
+* Elsewhere: plain.
 
-| rows | float32 plain | float32 packed by oneDNN | bfloat16 plain |
-|-----:|--------------:|-------------------------:|---------------:|
-|    1 |           2.0 |                      1.3 |            1.0 |
-|    2 |           4.4 |                      1.3 |            1.8 |
-|    8 |           4.3 |                      2.1 |            7.0 |
-|   16 |           5.9 |                      3.0 |           14.0 |
-|   64 |            13 |                      8.4 |             56 |
-|  512 |            57 |                       58 |              - |
-
-At the other shapes of a decoder packed is faster too from 2 to 64 rows and equal at 256. From 512
-rows on plain is 5 to 14% faster. So float32 weights on a CPU are kept both ways where memory
-allows, else packed. 16-bit weights on a CPU that has no 16-bit products get a packed float32 copy.
-It takes every product except that of a single row, where reading half the bytes wins. (16-bit
-values, products and sums in float32, one rounding at the end: what hardware with 16-bit products
-computes.)
-
-On a CPU with AMX (eight threads) 16-bit weights are packed as they are. The same product of 16, 64
-and 512 rows takes 0.34, 0.48 and 2.5 ms, plain 0.41, 0.79 and 3.3. Packed is slower in two cases:
-one row of float32 takes 20 to 80% longer, 256 and more rows of bfloat16 a tenth at 4096 x 4096.
-
-Two more costs, measured with two threads: oneDNN makes a new product for each number of rows. That
-takes 2 to 18 ms for AMX (1 ms for AVX2), about as long as the product itself. So steps are padded
-to a few numbers of rows (`padded_rows`). Between 448 and 1,024 rows oneDNN distributes narrow
-weights badly over threads (GFLOP/s; `lab/onestem_lab/linear.py`):
-
-| product, bfloat16 | 1,024 rows | the same in pieces of 256 | 2,048 rows |
-|-------------------|-----------:|--------------------------:|-----------:|
-| 768 x 768         |        262 |                       590 |        676 |
-| 896 x 1152        |        392 |                       595 |        744 |
-| 4864 x 896        |        357 |                       491 |        634 |
-| 2048 x 768        |        289 |                       579 |        729 |
-| 768 x 2304        |        813 |                       688 |        744 |
-
-So narrow weights are multiplied in pieces there, and a step is best at 2,048 rows (`step_rows`).
-Two tiles of rows take 1.2 to 1.6 times as long as three at widths of 768 and 896
-(`linear-*-few.json`). So steps of 17 to 32 rows are padded to 48.
+`lab/notes/cpu.md` has the measurements that these rules follow from.
 
 For a fixed number of threads, a product of one shape has the same bits every time. Whether a row's
 bits change with the rows beside it depends on oneDNN and MKL, which do not promise it. On AVX2
@@ -51,25 +22,30 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onestem.ops.rounding import RoundedRows
 from onestem.threads import ram_bytes
 
 __all__ = [
+    "Activation",
     "Head",
     "Layout",
     "Linear",
     "Projection",
     "choose_layout",
     "has_room",
+    "held_tensors",
+    "packed_product",
     "padded_rows",
     "step_rows",
 ]
@@ -95,7 +71,7 @@ MAPPED_BYTES = 32 << 20
 # Maximum memory of logits that is kept for the next step.
 KEPT_BYTES = 256 << 20
 
-# Rows of a full step, without and with AMX, where fewer rows have a lower rate (above).
+# Rows of a full step, without and with AMX, where fewer rows have a lower rate.
 STEP_ROWS, AMX_STEP_ROWS = 1024, 2048
 
 # Rows are padded to whole tiles; above FINE_TO_ROWS to two tiles, above twice that to four.
@@ -171,16 +147,18 @@ class Activation:
 
     Attributes:
         name: as of `Description.mlp`, where it is one of those.
+        rounded: the same, rounded to the dtype that `down` takes; None: no kernel does both.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
+    rounded: Callable[[Tensor, torch.dtype], RoundedRows] | None = None
 
     def __call__(self, up: Tensor) -> Tensor:
         return self.function(up)
 
 
-class Projection(Protocol):
+class Projection(ABC):
     """y = x W^T + b, with W in any format.
 
     Attributes:
@@ -193,24 +171,20 @@ class Projection(Protocol):
     out_features: int
     in_features: int
     kind: str
-    scratch_bytes: int
-    rounds: torch.dtype | None
+    scratch_bytes: int = 0
+    rounds: torch.dtype | None = None
 
+    @abstractmethod
     def __call__(self, x: Any) -> Tensor:
         """x [num_rows, in_features] -> [num_rows, out_features] in the model's dtype."""
-        ...
 
     def pieces(self, x: Any) -> tuple[Any, ...]:
         """x in pieces, as is best for results that are used up at once."""
-        ...
+        return (x,)
 
     def activated(self, x: Any, activation: Activation) -> Tensor:
         """activation(self(x)); formats that can do both at once override it."""
         return activation(self(x))
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        ...
 
 
 class _Weight:
@@ -238,22 +212,17 @@ class _Weight:
         weight = self.weight
         if weight is None:
             shape = (self.out_features, self.in_features)
-            dropped = self.packed is None
-            weight = torch.empty(shape, dtype=self.dtype) if dropped else _dense(self.packed)
+            if self.packed is None:
+                weight = torch.empty(shape, dtype=self.dtype)
+            else:
+                weight = self.packed.to_dense()
         yield weight
         if self.layout is not Layout.PLAIN:
             self.packed = _pack(weight, self.layout)
 
-    def drop_packed(self) -> None:
-        """Free the packed copy, which `rewriting` makes again."""
-        self.packed = None
-
 
 class Linear(_Weight, Projection):
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
-
-    scratch_bytes = 0
-    rounds: torch.dtype | None = None
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, layout: Layout | None = None
@@ -281,7 +250,7 @@ class Linear(_Weight, Projection):
         return (x,) if whole else x.split(PIECE_ROWS)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return _packed_product(x, _present(self.packed), self.packed_bias)
+        return packed_product(x, _present(self.packed), self.packed_bias)
 
     def _is_dealt_badly(self, rows: int) -> bool:
         """Whether oneDNN leaves most of a product of `rows` rows to one thread."""
@@ -301,11 +270,6 @@ class Linear(_Weight, Projection):
         with super().rewriting() as weight:
             yield weight
         self.packed_bias = _packed_bias(self.bias, self.layout)
-
-    def tensors(self) -> list[Tensor]:
-        """See `Projection`."""
-        held = (self.weight, self.packed, self.bias, self.packed_bias)
-        return [tensor for tensor in held if tensor is not None]
 
 
 class LogitsMemory:
@@ -363,17 +327,26 @@ class Head(_Weight):
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
             product = F.linear(x, weight)
         elif self.layout is Layout.PACKED_FLOAT32:
-            product = _packed_product(x.float(), self.packed, None)
+            product = packed_product(x.float(), self.packed, None)
         else:
-            product = _packed_product(x, self.packed, None)
+            product = packed_product(x, self.packed, None)
         if product.dtype == torch.float32:
             return product
         return self.memory.empty(*product.shape).copy_(product)
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        held = (self.weight, self.packed, self.bias)
-        return [tensor for tensor in held if tensor is not None]
+
+def held_tensors(part: object) -> Iterator[Tensor]:
+    """Every tensor in a product, a layer or another part of a decoder, to count bytes by; one that
+    is shared comes again. Parts that have more than weights say themselves what counts."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, list | tuple):
+        for one in part:
+            yield from held_tensors(one)
+    elif hasattr(part, "tensors"):
+        yield from part.tensors()
+    elif is_dataclass(part) or isinstance(part, _Weight | Projection):
+        yield from held_tensors([*vars(part).values()])
 
 
 def _present(weight: Tensor | None) -> Tensor:
@@ -387,18 +360,15 @@ def _pack(weight: Tensor, layout: Layout) -> Tensor:
     return packed
 
 
-def _dense(packed: Tensor | None) -> Tensor:
-    """The plain weight, in the dtype that it was packed in."""
-    return _present(packed).to_dense()
-
-
 def _packed_bias(bias: Tensor | None, layout: Layout) -> Tensor | None:
     if bias is None or layout is Layout.PLAIN:
         return None
     return bias.float() if layout is Layout.PACKED_FLOAT32 else bias
 
 
-def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [num_rows, in_features] times a weight that oneDNN packed, plus bias [out_features]: in x's
+    dtype, [num_rows, out_features]."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
 
@@ -410,7 +380,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     weight = torch.eye(16, dtype=kind)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-        return bool(torch.equal(_packed_product(weight, packed, None), weight))
+        return bool(torch.equal(packed_product(weight, packed, None), weight))
     except (AttributeError, RuntimeError):
         return False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,22 +12,18 @@ from torch import Tensor
 from onestem.models.description import Experts
 from onestem.models.linear import Activation, Head, Layout, Projection, padded_rows
 from onestem.models.ranks import Ranks
-from onestem.ops.rounding import RoundedRows, Rows
+from onestem.ops.rounding import Rows
 
 __all__ = [
     "ExpertLayer",
     "ExpertProducts",
     "ExpertsBeside",
     "Mlp",
-    "RoundedActivation",
     "SortedBlocks",
     "clamped_swiglu",
     "route",
     "route_on_gpu",
 ]
-
-# An activation whose result is rounded to a dtype that `down` takes.
-RoundedActivation = Callable[[Tensor, torch.dtype], RoundedRows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +42,11 @@ class Mlp:
         """See `Projection`."""
         return self.up.rounds
 
-    def __call__(
-        self, x: Rows, activation: Activation, rounded: RoundedActivation | None = None
-    ) -> Tensor:
-        if rounded is not None and self.down.rounds is not None:
-            return self.down(rounded(self.up(x), self.down.rounds))
+    def __call__(self, x: Rows, activation: Activation) -> Tensor:
+        if activation.rounded is not None and self.down.rounds is not None:
+            return self.down(activation.rounded(self.up(x), self.down.rounds))
         pieces = [self.up.activated(piece, activation) for piece in self.up.pieces(x)]
         return self.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        return self.up.tensors() + self.down.tensors()
 
     @property
     def linears(self) -> tuple[Projection, ...]:
@@ -65,17 +54,10 @@ class Mlp:
         return self.up, self.down
 
 
-class ExpertProducts(Protocol):
-    """The products of all experts of a layer, in the format of their weights."""
-
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Sum of the experts' results times their scores: x `[n, hidden_size]`, scores float32 and
-        chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        ...
+# products(x, scores, chosen): the sum of the experts' results times their scores, in the format of
+# their weights: x [n, hidden_size], scores float32 and chosen [n, top_k] -> [n, hidden_size] in x's
+# dtype.
+ExpertProducts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +82,8 @@ class ExpertLayer:
     expert_scales: Tensor | None = None
     rounds = None  # the router takes rows as they are
 
-    def __call__(
-        self,
-        x: Rows,
-        activation: Activation,
-        rounded: RoundedActivation | None = None,
-        routed_by: Tensor | None = None,
-    ) -> Tensor:
-        """`activation` and `rounded` are for the shared MLP. `routed_by`: the router's input; None:
-        x."""
+    def __call__(self, x: Rows, activation: Activation, routed_by: Tensor | None = None) -> Tensor:
+        """`activation`: of the shared MLP. `routed_by`: the router's input; None: x."""
         assert isinstance(x, Tensor)
         logits = self.router(x if routed_by is None else routed_by)
         scores, chosen = self.route(logits, self.experts, self.correction)
@@ -117,18 +92,10 @@ class ExpertLayer:
         routed = self.products(x, scores, chosen)
         if self.shared is None:
             return routed
-        shared = self.shared(x, activation, rounded)
+        shared = self.shared(x, activation)
         if self.shared_gate is not None:
             shared = shared.mul_(self.shared_gate(x).sigmoid_().to(shared.dtype))
         return shared.add_(routed)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        held = self.router.tensors() + self.products.tensors()
-        vectors = (self.correction, self.expert_scales)
-        held += [vector for vector in vectors if vector is not None]
-        held += [] if self.shared is None else self.shared.tensors()
-        return held + ([] if self.shared_gate is None else self.shared_gate.tensors())
 
     @property
     def linears(self) -> tuple[Projection, ...]:
@@ -172,11 +139,6 @@ class ExpertsBeside:
         routed = ranks.sum(self.experts(x, up, routed_by=routed_by))
         routed = norm(routed, self.output_norm)
         return routed.add_(norm(out, self.mlp_norm))
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        norms = [self.router_norm, self.input_norm, self.output_norm, self.mlp_norm]
-        return norms + self.experts.tensors()
 
 
 def route(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -256,7 +218,3 @@ class SortedBlocks:
         if rows > len(x):
             return expert(F.pad(x, (0, 0, 0, rows - len(x))), self.activation)[: len(x)]
         return expert(x, self.activation)
-
-    def tensors(self) -> list[Tensor]:
-        """See `ExpertProducts`."""
-        return [tensor for expert in self.experts for tensor in expert.tensors()]

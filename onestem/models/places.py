@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,30 +15,8 @@ from onestem.models.tensors import TensorSpec
 
 __all__ = ["Given", "Place", "ProductPlace", "TensorPlace"]
 
-
-class Given(Protocol):
-    """New values of tensors."""
-
-    def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor | None:
-        """The tensor, as from a `Source`; None: it is left unchanged."""
-        ...
-
-
-class Place(Protocol):
-    """The place in a decoder of one or several tensors of a checkpoint."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of these tensors."""
-        ...
-
-    def write(self, given: Given) -> None:
-        """Write the tensors that are given."""
-        ...
-
-    def drop_packed(self) -> None:
-        """Free packed copies, which `write` makes again."""
-        ...
+# New values: a tensor's, in a dtype or else the decoder's; None: it is left unchanged.
+Given = Callable[[TensorSpec, torch.dtype | None], Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +35,14 @@ class TensorPlace:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """Its name in a checkpoint."""
         return (self.spec.name,)
 
     def write(self, given: Given) -> None:
-        """See `Place`."""
+        """Write the tensor, if it is given."""
         values = given(self.spec, self.as_dtype)
         if values is not None:
             self.tensor.copy_(self.change(values))
-
-    def drop_packed(self) -> None:
-        """See `Place`: there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +62,7 @@ class ProductPlace:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """Names of weights and biases in a checkpoint."""
         return [one.name for one in (*self.weights, *map(self._bias, self.weights)) if one]
 
     def _bias(self, weight: TensorSpec) -> TensorSpec | None:
@@ -95,21 +70,17 @@ class ProductPlace:
         return weight.bias if isinstance(self.product, Linear) else None
 
     def write(self, given: Given) -> None:
-        """See `Place`."""
+        """Write those that are given, and pack the weight again."""
         with self.product.rewriting() as weight:
             for spec, rows in self._rows(weight):
-                values = given(spec)
+                values = given(spec, None)
                 if values is not None:
                     _put(weight, rows, spec.rows_first(values))
                 bias = self._bias(spec)
-                offsets = None if bias is None else given(bias)
+                offsets = None if bias is None else given(bias, None)
                 if offsets is not None:
                     assert self.product.bias is not None
                     _put(self.product.bias, rows, offsets)
-
-    def drop_packed(self) -> None:
-        """See `Place`."""
-        self.product.drop_packed()
 
     def _rows(self, weight: Tensor) -> list[tuple[TensorSpec, Tensor | slice]]:
         """Rows of each projection."""
@@ -120,6 +91,10 @@ class ProductPlace:
             return list(zip(self.weights, rows, strict=True))
         places = torch.tensor(self.order, device=weight.device).argsort()
         return list(zip(self.weights, places.split(counts), strict=True))
+
+
+# The place in a decoder of one or several tensors of a checkpoint.
+Place: TypeAlias = TensorPlace | ProductPlace
 
 
 def _put(into: Tensor, rows: Tensor | slice, values: Tensor) -> None:

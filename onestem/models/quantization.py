@@ -1,6 +1,6 @@
 """What a `config.json` says of quantised weights: values, no torch.
 
-The weights' files tell which modules are quantised: a module with a 16-bit `weight` was left out
+The weights' files show which modules are quantised: a module with a 16-bit `weight` was left out
 (`ignore`, `modules_to_not_convert`, ...), whatever the list is called.
 """
 
@@ -112,9 +112,9 @@ def _for_all(scheme: Scheme) -> Schemes:
 
 def _float8(fields: Fields) -> Schemes:
     """Schemes of float8 as models' authors publish it: blocks, or a scale per tensor."""
-    _one_of(fields, "activation_scheme", "dynamic", "static")
+    fields.one_of("activation_scheme", "dynamic", "static")
     fields.refuse_others(fmt="e4m3")
-    _one_of(fields, "scale_fmt", "float", "ue8m0")
+    fields.one_of("scale_fmt", "float", "ue8m0")
     block = fields.values.get("weight_block_size")
     if block is None:
         return _for_all(Scheme(storage="float8", rows=None, rounds_rows=True))
@@ -123,7 +123,7 @@ def _float8(fields: Fields) -> Schemes:
 
 
 def _gptq(fields: Fields) -> Schemes:
-    _one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
+    fields.one_of("checkpoint_format", "gptq", "gptq_v2")
     fields.refuse_others(is_marlin_format=False)
     if fields.values.get("dynamic"):
         raise fields.unsupported("dynamic", "one number of bits for all modules")
@@ -184,7 +184,7 @@ def _group_scheme(group: Fields, stored: Fields) -> Scheme:
     if name not in FORMATS:
         raise stored.unsupported("format", ", ".join(FORMATS))
     weights = Fields(group.mapping("weights"), f"{group.source}.weights")
-    _one_of(weights, "type", "int", "float")
+    weights.one_of("type", "int", "float")
     packed, floats = name == "pack-quantized", weights.values.get("type") == "float"
     bits = _bits(weights, "num_bits", BITS if packed else (8,))
     if floats and packed:
@@ -218,8 +218,7 @@ def _strategy(weights: Fields) -> tuple[int | None, int | None]:
 
 
 def _rounds_rows(group: Fields, packed: bool, floats: bool) -> bool:
-    if group.values.get("output_activations") is not None:
-        raise group.unsupported("output_activations", "null")
+    group.refuse_others(output_activations=None)
     given = group.values.get("input_activations")
     if given is None:
         return False
@@ -231,12 +230,6 @@ def _rounds_rows(group: Fields, packed: bool, floats: bool) -> bool:
         raise inputs.unsupported("type", "that of the weights")
     inputs.refuse_others(symmetric=True)
     return True
-
-
-def _one_of(fields: Fields, name: str, *known: str) -> None:
-    value = fields.values.get(name)
-    if value is not None and value not in known:
-        raise fields.unsupported(name, ", ".join(known))
 
 
 def _bits(fields: Fields, name: str, known: tuple[int, ...] = BITS) -> int:

@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 if TYPE_CHECKING:
     from onestem.ops.triton.peers import PeerMemory

@@ -42,8 +42,8 @@ def _no_weights(directory: Path) -> str:
     if others:
         rest = f", but {listed(others)}: write the weights as transformers does"
     else:
-        told = other_format(directory)
-        rest = f", but {told}" if told else ": convert the weights to these"
+        found = other_format(directory)
+        rest = f", but {found}" if found else ": convert the weights to these"
     return (
         f"{directory} has neither model.safetensors nor model.safetensors.index.json{rest}, or ask "
         "for random weights"
@@ -63,7 +63,10 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     absent = sorted(file.name for file in shards if not _is_file(file))
     if absent:
         raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
-    held = {file: set(_names_in(file)) for file in sorted(shards)}
+    held = {}
+    for file in sorted(shards):
+        with opened(file) as handle:
+            held[file] = set(handle.keys())
     lost = sorted(name for name, file in files.items() if name not in held[file])
     if lost:
         raise WeightsError(f"{index} names tensors that its files do not hold: {listed(lost)}")
@@ -80,11 +83,6 @@ def _is_file(file: Path) -> bool:
         return file.is_file()
     except OSError:  # a name that no file can have
         return False
-
-
-def _names_in(file: Path) -> list[str]:
-    with opened(file) as handle:
-        return list(handle.keys())
 
 
 def opened(file: Path) -> safe_open:

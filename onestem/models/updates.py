@@ -88,24 +88,20 @@ def _expected(config: ModelConfig) -> Mapping[str, Expected]:
 def _by_expert(config: ModelConfig, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """`given`, with tensors of all experts replaced by views of single experts."""
     tensors, found = _tensors(config), dict(given)
-
-    def put(single: TensorSpec, piece: Tensor) -> None:
-        if single.name in found:
-            raise WeightsError(f"{WHERE}: {single.name} is given twice")
-        found[single.name] = piece
-
     for whole in tensors.of_experts:
+        singles = tensors.singles(whole)
         for spec in whole.with_others():
             if spec.name not in found:
                 continue
             tensor = spec.rows_first(found.pop(spec.name))
-            singles = tensors.singles(whole)
             pieces = [tensor] if len(singles[0]) == 1 else tensors.halves(tensor)
             for expert, *theirs in zip(singles, *pieces, strict=True):
                 for one, piece in zip(expert, theirs, strict=True):
                     beside = one if spec is whole else one.bias
                     assert beside is not None
-                    put(beside, piece)
+                    if beside.name in found:
+                        raise WeightsError(f"{WHERE}: {beside.name} is given twice")
+                    found[beside.name] = piece
     return found
 
 
@@ -114,7 +110,7 @@ def write_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite a decoder's tensors in place with tensors that were checked: whole ones, of which a
     rank writes its part."""
 
-    def given(spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor | None:
+    def given(spec: TensorSpec, as_dtype: torch.dtype | None) -> Tensor | None:
         if spec.name not in tensors:
             return None
         whole = tensors[spec.name]

@@ -43,10 +43,6 @@ class TokenVectors:
         normed = ops.add_rms_norm(projected, None, self.norm, self.eps).view(own.shape)
         return normed.add_(own).mul_(2**-0.5).unflatten(1, (-1, len(self.norm)))
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        return [self.table, self.norm, *self.projection.tensors()]
-
 
 @dataclass(frozen=True, eq=False)
 class LayerVectors:
@@ -66,7 +62,3 @@ class LayerVectors:
         """hidden `[num_rows, hidden_size]`, vectors `[num_rows, size]` -> the result before its
         norm, `[num_rows, hidden_size]`."""
         return self.output(F.gelu(self.gate(hidden), approximate="tanh").mul_(vectors))
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is held, to count bytes by."""
-        return [self.norm, *self.gate.tensors(), *self.output.tensors()]

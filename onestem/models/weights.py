@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.models.builder import Builder
-from onestem.models.checkpoint import Source, open_checkpoint, with_own_head
+from onestem.models.checkpoint import open_checkpoint, with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.names import Role
@@ -39,7 +39,7 @@ def load_decoder(
     Where several `ranks` hold the model together, only this rank's part is read. Random weights are
     normal with the configuration's `initializer_range`, biases 0 and norms 1. Each tensor depends
     on (seed, its name, device) alone. With `quantization` weights of layers are rounded to a format
-    (see `onestem.models.formats.rounding`).
+    (see `onestem.models.formats.held`).
 
     Raises:
         ConfigError: `quantization` of weights that are quantised already; or the model does not
@@ -55,7 +55,8 @@ def load_decoder(
     refuse_rounding_twice(path, config, quantization)
     tensors = Tensors(with_own_head(path, config), ranks)
     source = open_checkpoint(path, tensors, dtype, target)
-    return _decoder(tensors, source, dtype, target, quantization)
+    products = target_of(tensors, dtype, target)
+    return Builder(tensors, source, products, quantization).decoder()
 
 
 def random_decoder(
@@ -69,19 +70,8 @@ def random_decoder(
 ) -> Decoder:
     """A decoder with random weights (see `load_decoder`). A rank's part is cut from the tensors of
     the whole model."""
-    source = _RandomSource(config, dtype, device, seed)
-    return _decoder(Tensors(config, ranks), source, dtype, device, quantization)
-
-
-def _decoder(
-    tensors: Tensors,
-    source: Source,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantize | None,
-) -> Decoder:
-    target = target_of(tensors, dtype, device)
-    return Builder(tensors, source, target, quantization).decoder()
+    tensors, source = Tensors(config, ranks), _RandomSource(config, dtype, device, seed)
+    return Builder(tensors, source, target_of(tensors, dtype, device), quantization).decoder()
 
 
 def refuse_rounding_twice(
@@ -128,7 +118,9 @@ class _RandomSource:
         return self(spec)
 
     def _fill(self, tensor: Tensor, spec: TensorSpec) -> None:
-        generator = torch.Generator(self.device).manual_seed(_tensor_seed(self.seed, spec.name))
+        # 32 bits: the CPU's generator ignores higher ones.
+        seed = zlib.crc32(f"{self.seed} {spec.name}".encode())
+        generator = torch.Generator(self.device).manual_seed(seed)
         if spec.kind is Kind.POWERS:
             # The root mean square of the values of random bits is 2.9.
             tensor.fill_(127 + round(math.log2(self.spread / 2.9)))
@@ -140,8 +132,3 @@ class _RandomSource:
             tensor.fill_(self.norm)
         else:
             tensor.normal_(0.0, self.spread, generator=generator)
-
-
-def _tensor_seed(seed: int, name: str) -> int:
-    """A seed of 32 bits: the CPU's generator ignores higher ones."""
-    return zlib.crc32(f"{seed} {name}".encode())

@@ -58,7 +58,9 @@ class Follower:
         while True:
             message = self._reader.read(self._socket.recv_bytes())
             if isinstance(message, CallMessage):
-                getattr(self, f"_{message.name}")(*message.arguments)
+                own = getattr(self, f"_{message.name}", None)
+                method = own or getattr(self._runner, message.name)
+                method(*message.arguments, **message.options)
             else:
                 self._step(message)
 
@@ -95,21 +97,6 @@ class Follower:
     def _make_runner(self, impl: str, options: dict[str, Any]) -> None:
         self._runner = make_runner(self._decoder, resolve(impl, self._device), **options)
         self._reader = Reader(self._runner.windows)
-
-    def _warm_up(self) -> None:
-        self._runner.warm_up()
-
-    def _release_pages(self) -> None:
-        self._runner.release_pages()
-
-    def _restore_pages(self) -> None:
-        self._runner.restore_pages()
-
-    def _release_weights(self, keep: bool) -> None:
-        self._runner.release_weights(keep=keep)
-
-    def _restore_weights(self) -> None:
-        self._runner.restore_weights()
 
     def _write_weights(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)

@@ -29,7 +29,7 @@ class LeadRunner:
 
     def __init__(self, runner: Runner, team: Team) -> None:
         self.depth = runner.depth
-        self.may_be_interrupted = False  # others compute what they were told
+        self.may_be_interrupted = False  # others would go on with it
         self.windows = runner.windows
         self.kv_pages = runner.kv_pages
         self.decoder = runner.decoder
@@ -56,17 +56,17 @@ class LeadRunner:
             ids = None
         message = whole(inputs, ids) if prepared is None else advance(inputs, prepared, ids)
         try:
-            self._team.tell(message)
+            self._team.send(message)
             logits = runner.run(inputs, runner.prepare(inputs, prepared), ids)
         except Exception as error:
             raise self._team.failed(error) from error
         if isinstance(logits.samples, tuple) and not len(inputs.score_rows):
             return logits  # all of them are made
-        blocks = self._blocks = [self._each(logits.samples), self._each(logits.scored)]
+        blocks = self._blocks = [self.each(logits.samples), self.each(logits.scored)]
         return Logits(*blocks)
 
-    def _each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Blocks of logits, as they are asked for."""
+    def each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Blocks of logits, as they are asked for; raises `RankError` where a rank has ended."""
         blocks = iter(blocks)
         while True:
             try:
@@ -93,38 +93,42 @@ class LeadRunner:
         self._team.check()
 
     def warm_up(self) -> None:
-        """See `Runner`, as for all below."""
-        with self._on_all_ranks("warm_up"):
-            self._runner.warm_up()
+        """See `Runner`: on all ranks, as all below."""
+        self._on_all_ranks("warm_up")
 
     def release_pages(self) -> None:
-        with self._on_all_ranks("release_pages"):
-            self._runner.release_pages()
+        """See `Runner`."""
+        self._on_all_ranks("release_pages")
 
     def restore_pages(self) -> None:
-        with self._on_all_ranks("restore_pages"):
-            self._runner.restore_pages()
+        """See `Runner`."""
+        self._on_all_ranks("restore_pages")
 
     def release_weights(self, *, keep: bool) -> None:
-        with self._on_all_ranks("release_weights", keep):
-            self._runner.release_weights(keep=keep)
+        """See `Runner`."""
+        self._on_all_ranks("release_weights", keep=keep)
 
     def restore_weights(self) -> None:
-        with self._on_all_ranks("restore_weights"):
-            self._runner.restore_weights()
+        """See `Runner`."""
+        self._on_all_ranks("restore_weights")
 
     def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """One tensor after the other, whole: each rank takes its part of it."""
         for name, tensor in tensors.items():
             here = tensor.to(self.decoder.device).contiguous()
-            with self._on_all_ranks("write_weights", name, here.dtype, tuple(here.shape)):
+            with self._together(call("write_weights", name, here.dtype, tuple(here.shape))):
                 self._team.ranks.take_first(here.view(-1).view(torch.uint8))
                 self._runner.write_weights({name: here})
 
+    def _on_all_ranks(self, name: str, **options: object) -> None:
+        """Call a method of each rank's runner."""
+        with self._together(call(name, **options)):
+            getattr(self._runner, name)(**options)
+
     @contextmanager
-    def _on_all_ranks(self, name: str, *arguments: object) -> Iterator[None]:
-        """Have other ranks call a method of their runners, while the block does the same here."""
+    def _together(self, message: bytes) -> Iterator[None]:
+        """Have other ranks make a call, while the block does the same here."""
         with uninterrupted():
             self._finish()
-            with self._team.together(call(name, *arguments)):
+            with self._team.together(message):
                 yield

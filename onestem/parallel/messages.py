@@ -30,15 +30,16 @@ CALL = HEAD.pack(-1, *[0] * 10)
 
 @dataclass(frozen=True)
 class CallMessage:
-    """A method of `Follower` to call, without its underscore."""
+    """A method to call: of `Follower`, without its underscore, or else of its `Runner`."""
 
     name: str
     arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
-def call(name: str, *arguments: Any) -> bytes:
+def call(name: str, *arguments: Any, **options: Any) -> bytes:
     """The message for a `CallMessage`."""
-    return CALL + pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
+    return CALL + pickle.dumps((name, arguments, options), pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(frozen=True, eq=False)

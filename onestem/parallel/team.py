@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import call
 from onestem.processes import is_stopped, python_module
 
-__all__ = ["Team", "check_size"]
+__all__ = ["Member", "Team", "check_size", "start_rank"]
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def check_size(size: int, device: torch.device) -> None:
 
 
 @dataclass(eq=False)
-class _Member:
+class Member:
     """A rank that is another process."""
 
     rank: int
@@ -80,7 +80,7 @@ class _Crew:
     """What outlives a `Team` until its processes have ended; the watcher holds only this.
 
     Attributes:
-        wake: shut down to end the watcher.
+        bell: the first socket is shut down to end the watcher, which waits for the second too.
         reports: of each kind, what each rank has reported, or the error that it met, by rank.
         death: why the team is of no use any more; None: it works.
         on_death: called with `death`, once, by the watcher.
@@ -90,9 +90,8 @@ class _Crew:
     """
 
     size: int
-    members: list[_Member] = field(default_factory=list)
-    wake: socket.socket = field(init=False)
-    sleeper: socket.socket = field(init=False)
+    members: list[Member] = field(default_factory=list)
+    bell: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
     reports: dict[str, dict[int, Any]] = field(default_factory=dict)
     death: str | None = None
     on_death: Callable[[str], object] = lambda line: None
@@ -101,9 +100,6 @@ class _Crew:
     owner: int = field(default_factory=os.getpid)
     ranks: Ranks | None = None
     closes: bool = False
-
-    def __post_init__(self) -> None:
-        self.wake, self.sleeper = socket.socketpair()
 
     def report(self, rank: int, kind: str, value: Any) -> None:
         """Note what a rank says."""
@@ -158,6 +154,7 @@ class Team:
 
     Attributes:
         ranks: as rank 0.
+        members: the other ranks, from rank 1 on.
         free_bytes: on the fullest of the other ranks' devices, when the model is loaded; None on a
             CPU, which they share.
 
@@ -169,36 +166,35 @@ class Team:
     def __init__(self, size: int, device: torch.device) -> None:
         check_size(size, device)
         self._crew = crew = _Crew(size)
+        self.members = crew.members
         self._end = weakref.finalize(self, _end, crew)
         self.free_bytes: int | None = None
         try:
             for rank in range(1, size):
-                crew.members.append(_start(rank))
+                self.members.append(start_rank(rank))
             crew.watcher = threading.Thread(target=_watch, args=(crew,), daemon=True)
             crew.watcher.start()
             place = self._wait("here")[1]
-            self.tell(call("join", place, size, str(device), torch.get_num_threads()))
+            self.send(call("join", place, size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile("joined", lambda: join(place, 0, size, device))[0]
             crew.ranks = self.ranks if device.type == "cuda" else None
         except BaseException:
             self.close()
             raise
 
-    # ----------------------------------------------------------------------------- the model
-
     def load_decoder(self, path: str | Path, **options: Any) -> Decoder:
         """`onestem.models.weights.load_decoder`, on each rank for its part, at the same time. An
         error of any ends all: others may wait in a collective for that one."""
-        self.tell(call("load", str(path), {**options, "device": None}))  # each has its own
+        self.send(call("load", str(path), {**options, "device": None}))  # each has its own
         try:
-            told = self._meanwhile(
+            loaded = self._meanwhile(
                 "loaded", lambda: load_decoder(path, ranks=self.ranks, **options)
             )
         except OnestemError:
             self.close()
             raise
-        decoder: Decoder = told.pop(0)
-        self.free_bytes = None if None in told.values() else min(told.values())
+        decoder: Decoder = loaded.pop(0)
+        self.free_bytes = None if None in loaded.values() else min(loaded.values())
         return decoder
 
     def _meanwhile(self, kind: str, work: Callable[[], Any]) -> dict[int, Any]:
@@ -221,8 +217,6 @@ class Team:
             runner = make_runner(decoder, impl, **options)
         return LeadRunner(runner, self)
 
-    # ----------------------------------------------------------------------------- telling
-
     def check(self) -> None:
         """Raise `RankError` where a rank has ended, or this process is a fork."""
         if self._is_fork:
@@ -234,22 +228,22 @@ class Team:
     def _is_fork(self) -> bool:
         return self._crew.owner != os.getpid()
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message to all other ranks, which execute messages in order."""
         self.check()
         try:
-            for member in self._crew.members:
+            for member in self.members:
                 member.socket.send_bytes(message)
         except OSError as error:
             raise self.failed(error) from error
 
     @contextmanager
     def together(self, message: bytes) -> Iterator[None]:
-        """Tell all to do what the block does. Its collectives need every rank, so any error inside
-        ends all."""
+        """Send all the message to do what the block does. Its collectives need every rank, so any
+        error inside ends all."""
         try:
             with uninterrupted():
-                self.tell(message)
+                self.send(message)
                 yield
         except Exception as error:
             raise self.failed(error) from error
@@ -262,8 +256,8 @@ class Team:
         with crew.changed:
             crew.changed.wait_for(lambda: crew.death is not None, VERDICT_SECONDS)
         if crew.death is None:
-            told = in_one_line(error)
-            crew.note_death(f"rank 0 of {crew.size} failed: {told}: start the engine again")
+            why = in_one_line(error)
+            crew.note_death(f"rank 0 of {crew.size} failed: {why}: start the engine again")
         assert crew.death is not None
         return RankError(crew.death)
 
@@ -274,36 +268,36 @@ class Team:
             OnestemError: the first error that a rank reports, or `RankError`: one has ended.
         """
         crew = self._crew
-        count = count or len(crew.members)
+        count = count or len(self.members)
         with crew.changed:
-            told = crew.reports.setdefault(kind, {})
+            reports = crew.reports.setdefault(kind, {})
             crew.changed.wait_for(
                 lambda: (
                     crew.death is not None
-                    or len(told) == count
-                    or any(map(_is_error, told.values()))
+                    or len(reports) == count
+                    or any(isinstance(one, BaseException) for one in reports.values())
                 )
             )
             del crew.reports[kind]
-        errors = [*filter(_is_error, told.values())]
+        errors = [one for one in reports.values() if isinstance(one, BaseException)]
         for error in errors:
             if isinstance(error, OnestemError):
                 raise error
         self.check()
         for error in errors:
             raise self.failed(error) from error
-        return told
+        return reports
 
     @property
     def process_ids(self) -> list[int]:
         """Process ids of the other ranks, from rank 1 on."""
-        return [member.process.pid for member in self._crew.members]
+        return [member.process.pid for member in self.members]
 
-    def on_death(self, tell: Callable[[str], object]) -> None:
+    def on_death(self, notify: Callable[[str], object]) -> None:
         """Call a function, from another thread, when a rank has ended; now if one has."""
-        self._crew.on_death = tell
+        self._crew.on_death = notify
         if self._crew.death is not None:
-            tell(self._crew.death)
+            notify(self._crew.death)
 
     def close(self) -> None:
         """End the other processes. Closing twice is fine."""
@@ -311,11 +305,8 @@ class Team:
         self._end()
 
 
-def _is_error(told: object) -> TypeGuard[BaseException]:
-    return isinstance(told, BaseException)
-
-
-def _start(rank: int) -> _Member:
+def start_rank(rank: int) -> Member:
+    """Start the process of a rank other than the first."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -324,16 +315,16 @@ def _start(rank: int) -> _Member:
             stdout=2,
             pass_fds=[theirs.fileno()],
         )
-    return _Member(rank, process, Connection(ours.detach()))
+    return Member(rank, process, Connection(ours.detach()))
 
 
 def _watch(crew: _Crew) -> None:
     """Take what ranks report, until one has ended or the team is closed."""
     sockets = {member.socket: member for member in crew.members}
-    looks: Counter[_Member] = Counter()
+    looks: Counter[Member] = Counter()
     while crew.death is None:
-        for ready in wait([*sockets, crew.sleeper], LOOK_SECONDS):
-            if ready is crew.sleeper:
+        for ready in wait([*sockets, crew.bell[1]], LOOK_SECONDS):
+            if ready is crew.bell[1]:
                 return
             assert isinstance(ready, Connection)
             report = _report(ready)
@@ -361,7 +352,7 @@ def _report(end: Connection) -> tuple[str, Any] | None:
     return kind, value
 
 
-def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str:
+def _verdict(crew: _Crew, first: Member, report: tuple[str, Any] | None) -> str:
     """Which rank is lost, in one line. A rank whose collective fails reports it, maybe before the
     end of the rank that it waited for is seen."""
     ended = [first] if report is None else []
@@ -380,7 +371,7 @@ def _verdict(crew: _Crew, first: _Member, report: tuple[str, Any] | None) -> str
     return _line(crew, one, what)
 
 
-def _line(crew: _Crew, one: _Member, what: str, way_out: str = "start the engine again") -> str:
+def _line(crew: _Crew, one: Member, what: str, way_out: str = "start the engine again") -> str:
     return f"rank {one.rank} of {crew.size} (process {one.process.pid}) {what}: {way_out}"
 
 
@@ -402,11 +393,11 @@ def _end(crew: _Crew) -> None:
     in a process that was forked from this one."""
     if crew.owner != os.getpid():
         return  # a fork, whose parent goes on
-    crew.wake.shutdown(socket.SHUT_RDWR)
-    crew.wake.close()
+    crew.bell[0].shutdown(socket.SHUT_RDWR)
+    crew.bell[0].close()
     if crew.watcher is not None and crew.watcher is not threading.current_thread():
         crew.watcher.join()
-    crew.sleeper.close()
+    crew.bell[1].close()
     for member in crew.members:
         with socket.socket(fileno=os.dup(member.socket.fileno())) as same, suppress(OSError):
             same.shutdown(socket.SHUT_RDWR)

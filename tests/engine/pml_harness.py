@@ -100,7 +100,7 @@ def record(engine: Engine) -> Seen:
 
     def note(sequence, index, values):
         name = sequence.state.request.request_id
-        seen[name, sequence.index, sequence.position(index)] = values
+        seen[name, sequence.index, int(sequence.positions(index, index + 1)[0])] = values
 
     watch_logits(engine, note)
     return seen

@@ -120,7 +120,7 @@ def objects_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
             one = make(state, index)
             if state.request.request_id == "victim":
                 kept.append(one)
-                mine.update({id(one.detokenizer), id(one.grammar)} - {id(None)})
+                mine.update({id(one.answer.detokenizer), id(one.answer.grammar)} - {id(None)})
             return one
 
         return sequence

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onestem.models.config import Alibi, ModelConfig
+from onestem.models.config import ModelConfig
 from onestem.models.decoder import Attend, Decoder
+from onestem.models.description import Alibi
 from onestem.ops import Angles, Heads, TorchLayers
 from tests.models.tiny import load_oracle
 

@@ -13,8 +13,8 @@ import torch
 
 from onestem.engine.step.runner import Runner
 from onestem.models import linear
-from onestem.models.config import Alibi, Learned, Rotary
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.description import Alibi, Learned, Rotary
 from onestem.models.formats.products import Target
 from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.rope import Rope

@@ -13,8 +13,8 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.builder import qkv_order
-from onestem.models.config import Alibi, Learned, ModelConfig, Rotary
-from onestem.models.description import ClampedSwiglu, Experts
+from onestem.models.config import ModelConfig
+from onestem.models.description import Alibi, ClampedSwiglu, Experts, Learned, Rotary
 
 FALCON: dict[str, Any] = {
     "architectures": ["FalconForCausalLM"],

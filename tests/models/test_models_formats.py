@@ -18,10 +18,9 @@ from onestem.models.config import ModelConfig
 from onestem.models.decoder import Layer
 from onestem.models.format_errors import FormatError, format_errors
 from onestem.models.formats import products
-from onestem.models.formats.held import Channels, Groups, Weight, dense
+from onestem.models.formats.held import Channels, Groups, Weight, dense, rounded_weight
 from onestem.models.formats.products import Target, projection
-from onestem.models.formats.rounding import rounded_weight
-from onestem.models.linear import Layout, Projection
+from onestem.models.linear import Layout, Projection, held_tensors
 from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.weights import checked_config, load_decoder, random_decoder
@@ -326,7 +325,7 @@ def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
         assert torch.equal(layer(x[:rows]), y[:rows])
     if dtype == torch.float32 and not torch.cuda.is_available():  # under Triton's interpreter
         whole = Channels(*map(torch.cat, zip(*map(_fields, parts))))
-        tiled = products._ChannelsGpu(whole, bias, Target(dtype, CPU, Layout.PLAIN))
+        tiled = products.GpuChannels(whole, bias, Target(dtype, CPU, Layout.PLAIN))
         for rows in (0, 1, 40):
             assert torch.equal(tiled(x[:rows]), y[:rows])
             assert torch.equal(tiled(rounded_rows(x[:rows], torch.int8)), y[:rows])
@@ -335,7 +334,7 @@ def test_int8_products_round_each_row_by_itself(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
 def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU: the same bits, and products round what attention gives alone."""
-    monkeypatch.setattr(products._ChannelsGpu, "takes", lambda *_: True)
+    monkeypatch.setattr(products.GpuChannels, "takes", lambda *_: True)
     config = ModelConfig.from_directory(find_shape("0.1b")).first_layers(2)
     config = replace(config, vocab_size=32, intermediate_size=192)
     decoder = random_decoder(config, dtype=torch.float32, device=CPU, quantization="int8")
@@ -348,7 +347,7 @@ def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.Mon
 
     for layer in decoder.layers:
         for product in _products(layer):
-            assert isinstance(product, products._ChannelsGpu)
+            assert isinstance(product, products.GpuChannels)
             monkeypatch.setattr(product, "rounds", None)
             monkeypatch.setattr(product, "round_rows", _noting(rounded, product.out_features))
     apart = forward()
@@ -398,7 +397,7 @@ def test_4_bits_on_a_cpu(group: int, order: bool, dtype: torch.dtype) -> None:
     weight, bias = _groups(32, size, group, order=order), _random((32,), 1).to(dtype)
     layer = projection([weight], bias, None, Target(dtype, CPU, Layout.PLAIN))
     assert layer.kind == f"int4 in groups of {group}"
-    held = sum({id(tensor): tensor.nbytes for tensor in layer.tensors()}.values())
+    held = sum({id(tensor): tensor.nbytes for tensor in held_tensors(layer)}.values())
     assert held == 32 * size // 2 + (4 + 1) * 32 * size // 64 + 4 * 32 + 8 * size * order
     for rows in (0, 1, 2, 3, 40):
         x = _random((rows, size), rows).to(dtype)
@@ -430,10 +429,10 @@ def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter: their rows' order, bias, and both ways."""
     weight, bias = _groups(48, 128, 32, order=True), _random((48,), 1).half()
     target = Target(torch.float16, CPU, Layout.PLAIN)
-    layer = products._GroupsGpu(weight, bias, target)
+    layer = products.GpuGroups(weight, bias, target)
     assert layer.scratch_bytes == 2 * 48 * 128
     held = 64 * (64 + 4 * 4 + 4 * 4)
-    assert sum(one.nbytes for one in layer.tensors()) == held + 2 * 48 + 8 * 128
+    assert sum(one.nbytes for one in held_tensors(layer)) == held + 2 * 48 + 8 * 128
     x = _random((9, 128), 2).half() / 16
     exact = x.double() @ _meant(weight).t() + bias.double()
     for most in (9, 8):
@@ -508,7 +507,7 @@ def test_bytes_of_a_checkpoint_are_known_before(llama: Path, tmp_path: Path, nam
     orders = {
         id(tensor): tensor.nbytes
         for layer in decoder.layers
-        for tensor in layer.tensors()
+        for tensor in held_tensors(layer)
         if tensor.dtype == torch.int64
     }
     assert found == decoder.weight_bytes - sum(orders.values())

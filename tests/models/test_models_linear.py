@@ -115,9 +115,9 @@ def test_pieces_are_the_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
     layer = Linear(weight, bias, Layout.PACKED)
     assert not layer.amx  # float32
     layer.amx, sizes = True, []
-    whole = linear._packed_product
+    whole = linear.packed_product
     monkeypatch.setattr(
-        linear, "_packed_product", lambda x, *rest: sizes.append(len(x)) or whole(x, *rest)
+        linear, "packed_product", lambda x, *rest: sizes.append(len(x)) or whole(x, *rest)
     )
     x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows))
     tolerance = _tolerance(torch.float32)

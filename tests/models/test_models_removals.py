@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from onestem.models.config import LayerRotary, ModelConfig, Rotary
+from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
+from onestem.models.description import LayerRotary, Rotary
 from onestem.models.linear import Activation
 from onestem.models.mlp import ExpertLayer, SortedBlocks, clamped_swiglu
 from onestem.models.weights import load_decoder

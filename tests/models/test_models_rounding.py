@@ -53,13 +53,13 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(form: str, dtype: tor
 def test_a_last_bit_becomes_a_step_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a value lies half-way between two codes: so attention's order of sums shows in int8."""
     seen: list[Tensor] = []
-    multiply = products._Cpu.__call__
+    multiply = products.CpuProduct.__call__
 
-    def noted(self: products._Cpu, x: Tensor) -> Tensor:
+    def noted(self: products.CpuProduct, x: Tensor) -> Tensor:
         seen.append(x.clone())
         return multiply(self, x)
 
-    monkeypatch.setattr(products._Cpu, "__call__", noted)
+    monkeypatch.setattr(products.CpuProduct, "__call__", noted)
     decoder, positions = embedded("int8"), torch.arange(len(IDS))
     attend, generator = dense_attend(decoder.config, positions), torch.Generator()
 

@@ -37,7 +37,7 @@ def layout_of(monkeypatch):
 
 def held(decoder: Decoder) -> list[Tensor]:
     """Every tensor of a decoder, packed ones as they were before."""
-    return [one.to_dense() if one.is_mkldnn else one for one in decoder._tensors()]
+    return [one.to_dense() if one.is_mkldnn else one for one in decoder.tensors]
 
 
 def equal(a: Decoder, b: Decoder) -> bool:
@@ -46,7 +46,7 @@ def equal(a: Decoder, b: Decoder) -> bool:
 
 
 def addresses(decoder: Decoder) -> list[int]:
-    return [tensor.data_ptr() for tensor in decoder._tensors() if not tensor.is_mkldnn]
+    return [tensor.data_ptr() for tensor in decoder.tensors if not tensor.is_mkldnn]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,7 +128,7 @@ def test_released_weights_come_back_or_are_given_again(family, layout, dtype, la
     decoder.restore()
     assert equal(decoder, want)
     decoder.release(keep=False)
-    sizes = [t.untyped_storage().nbytes() for t in decoder._tensors() if not t.is_mkldnn]
+    sizes = [t.untyped_storage().nbytes() for t in decoder.tensors if not t.is_mkldnn]
     assert sum(sizes) == 0
     decoder.restore()
     for name, tensor in checked_tensors(decoder.config, tensors_of(path).items()).items():

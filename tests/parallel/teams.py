@@ -42,12 +42,12 @@ class Forked:
         return self._process.exitcode
 
 
-def _start(rank: int) -> teams._Member:
+def _start(rank: int) -> teams.Member:
     ours, theirs = _context.Pipe()
     with theirs, patch.dict(os.environ, ENVIRONMENT):
         process = _context.Process(target=_follow, args=(theirs, rank))
         process.start()
-    return teams._Member(rank, Forked(process), ours)
+    return teams.Member(rank, Forked(process), ours)
 
 
 def _follow(end: Connection, rank: int) -> None:
@@ -59,7 +59,7 @@ def _follow(end: Connection, rank: int) -> None:
 def forked() -> Iterator[None]:
     """Teams are forked."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(teams, "_start", _start)
+        patched.setattr(teams, "start_rank", _start)
         yield
 
 

@@ -144,14 +144,14 @@ def test_a_rank_that_is_stopped_while_nobody_asks(monkeypatch):
 
 def test_a_rank_that_is_stopped_while_they_meet(monkeypatch):
     monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
-    start = teams._start
+    start = teams.start_rank
 
     def started(number):
         member = start(number)
         os.kill(member.process.pid, signal.SIGSTOP)
         return member
 
-    monkeypatch.setattr(teams, "_start", started)
+    monkeypatch.setattr(teams, "start_rank", started)
     with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+\) was stopped by a signal"):
         Team(2, CPU)
 
@@ -212,7 +212,7 @@ def test_while_they_load(tiny, monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_while_they_meet(rank, monkeypatch):
     """Before it joins the others, or before it says anything."""
-    start = teams._start
+    start = teams.start_rank
 
     def started(number):
         member = start(number)
@@ -220,7 +220,7 @@ def test_while_they_meet(rank, monkeypatch):
             os.kill(member.process.pid, signal.SIGKILL)
         return member
 
-    monkeypatch.setattr(teams, "_start", started)
+    monkeypatch.setattr(teams, "start_rank", started)
     began = time.monotonic()
     with pytest.raises(RankError, match=rf"rank {rank + 1} of 3 \(process \d+\) ended by signal 9"):
         Team(3, CPU)
@@ -247,8 +247,8 @@ def test_an_error_of_another_rank():
     """It says so itself, and rank 0 waits for it no longer."""
     with LLM(**OPTIONS) as llm:
         (pid,) = llm.team.process_ids
-        llm.team.tell(call("nothing"))
-        line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* '_nothing': start the"
+        llm.team.send(call("nothing"))
+        line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* 'nothing': start the"
         with pytest.raises(RankError, match=line):
             llm.generate("a")
 
@@ -350,7 +350,7 @@ def test_a_script_that_is_killed_while_its_ranks_start(tmp_path):
 def test_a_fork_that_lives_on_holds_up_no_end():
     """It has all sockets of the ranks open."""
     llm = LLM(**OPTIONS)
-    (member,) = llm.team._crew.members
+    (member,) = llm.team.members
     end, other_end = os.pipe()
     fork = os.fork()
     if not fork:

@@ -23,12 +23,12 @@ class ToldTeam:
         self.sizes: dict[bool, list[int]] = {True: [], False: []}  # of messages: whole, or not
         self.blocks: list[np.ndarray] = []
 
-    def tell(self, message: bytes) -> None:
-        told = self.reader.read(message)
-        assert isinstance(told, StepMessage)
-        self.sizes[told.new_pages is None].append(len(message))
+    def send(self, message: bytes) -> None:
+        step = self.reader.read(message)
+        assert isinstance(step, StepMessage)
+        self.sizes[step.new_pages is None].append(len(message))
         assert not self.blocks, "logits that rank 0 has not made"
-        logits = self.runner.run(told.inputs, None, None)
+        logits = self.runner.run(step.inputs, None, None)
         self.blocks = [block.numpy() for block in [*logits.samples, *logits.scored]]
 
     def failed(self, error: Exception) -> Exception:
@@ -41,8 +41,8 @@ class ToldTeam:
 class ToldRunner(LeadRunner):
     """Compares each block of logits with that of the rank that is told."""
 
-    def _each(self, blocks):
-        for block in super()._each(blocks):
+    def each(self, blocks):
+        for block in super().each(blocks):
             np.testing.assert_array_equal(block.numpy(), self._team.blocks.pop(0))
             yield block
 
@@ -121,5 +121,7 @@ def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
 
 def test_calls():
     assert Reader(()).read(call("load", "path", {"a": 1})) == CallMessage(
-        "load", ("path", {"a": 1})
+        "load", ("path", {"a": 1}), {}
     )
+    options = Reader(()).read(call("release_weights", keep=True))
+    assert options == CallMessage("release_weights", (), {"keep": True})

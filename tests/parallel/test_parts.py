@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
+from onestem.models import checkpoint
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
 from onestem.models.cuts import Cut
 from onestem.models.decoder import Decoder
 from onestem.models.formats import products
-from onestem.models.formats.held import Channels, Weight, dense
+from onestem.models.formats.held import Channels, Weight, dense, rounded_weight
 from onestem.models.formats.products import Target, projection
-from onestem.models.formats.rounding import rounded_weight
 from onestem.models.linear import Layout
 from onestem.models.names import Role
 from onestem.models.part import part_of, sizes_of
@@ -124,7 +124,7 @@ def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
             kv = decoder.kv_bytes_per_token / whole.kv_bytes_per_token
             assert 1 / size <= kv <= 1
             assert kv == 1 / size or min(h.num_kv_heads for h in whole.config.heads) < size
-            plain = [tensor for tensor in decoder._tensors() if not tensor.is_mkldnn]
+            plain = [tensor for tensor in decoder.tensors if not tensor.is_mkldnn]
             for storage in {tensor.untyped_storage() for tensor in plain}:
                 held = [one.nbytes for one in plain if one.untyped_storage() == storage]
                 assert storage.nbytes() <= sum(held)  # no view of a whole
@@ -340,6 +340,12 @@ class _Counted:
     def __init__(self, handle: Any, count: Callable[[Tensor], Tensor]) -> None:
         self.handle, self.count = handle, count
 
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.handle.__exit__(*error)
+
     def get_tensor(self, name: str) -> Tensor:
         return self.count(self.handle.get_tensor(name))
 
@@ -347,7 +353,7 @@ class _Counted:
         part, count = self.handle.get_slice(name), self.count
 
         class Slice:
-            get_shape = part.get_shape
+            get_shape, get_dtype = part.get_shape, part.get_dtype
 
             def __getitem__(self, at: Any) -> Tensor:
                 return count(part[at])
@@ -373,12 +379,12 @@ def test_each_rank_reads_its_part_alone(
         return tensor
 
     config = ModelConfig.from_directory(path)
+    monkeypatch.setattr(checkpoint, "opened", lambda file: _Counted(opened(file), count))
 
     def bytes_read(ranks: Ranks) -> int:
-        read.clear()
         tensors = Tensors(config, ranks)
         source = open_checkpoint(path, tensors, torch.float32, CPU)
-        source._opened = lambda file: _Counted(opened(file), count)
+        read.clear()  # scales, which are checked
         for tensor in tensors:
             source(tensor)
         return sum(read)

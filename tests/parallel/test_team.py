@@ -217,14 +217,14 @@ def _shapes(llm):
     ],
 )
 def test_what_is_refused_starts_nothing(monkeypatch, options, line):
-    monkeypatch.setattr("onestem.parallel.team._start", None)
+    monkeypatch.setattr("onestem.parallel.team.start_rank", None)
     with pytest.raises(ConfigError, match=line):
         LLM(**OPTIONS, **{"tensor_parallel_size": 2, **options})
 
 
 def test_fewer_gpus_than_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr("onestem.parallel.team._start", None)
+    monkeypatch.setattr("onestem.parallel.team.start_rank", None)
     with pytest.raises(ConfigError, match="size is 4, there are 2 GPUs from cuda:1 on: lower it"):
         Team(4, torch.device("cuda:1"))
 
@@ -242,7 +242,7 @@ def broken(tmp_path, tiny):
 def test_an_error_of_a_rank_that_loads(forked_teams, monkeypatch, broken, rank_0):
     """It is told as of one process, and all end, whatever they wait for."""
     team = Team(2, CPU)
-    (member,) = team._crew.members
+    (member,) = team.members
     if rank_0 == "waits for rank 1":
         monkeypatch.setattr(
             teams, "load_decoder", lambda path, *, ranks, **options: ranks.gather(torch.zeros(1, 1))
@@ -257,7 +257,7 @@ def test_an_error_of_rank_0_that_loads(forked_teams, monkeypatch, tiny):
         raise WeightsError("this file cannot be read")
 
     team = Team(2, CPU)
-    (member,) = team._crew.members
+    (member,) = team.members
     monkeypatch.setattr(teams, "load_decoder", failing)
     with pytest.raises(WeightsError, match="this file cannot be read"):
         # Rank 1 waits for the greatest values of the other parts.

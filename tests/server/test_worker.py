@@ -216,8 +216,8 @@ def state(name: str, finish_reason: str | None = None, **params) -> RequestState
 def answer(state: RequestState, ids: list[int], text: str, logprobs: list = ()) -> None:
     sequence = state.sequences[0]
     sequence.tokens.extend(ids)
-    sequence.text += text
-    sequence.logprobs.extend(logprobs)
+    sequence.answer.text += text
+    sequence.answer.logprobs.extend(logprobs)
 
 
 def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):

@@ -23,13 +23,15 @@ def summary(
     command: str,
     case: Case,
     job: Job,
+    busy: int,
     rates: list[Rates],
     floor: Floor,
     sweep: Runs,
     settings: dict[str, dict[str, Any]],
     runs: Runs,
 ) -> dict[str, Any]:
-    """`rates` were measured before and after; a floor is at the better of each."""
+    """`rates` were measured before and after; a floor is at the better of each. `busy`: processes
+    that took processor time beside the runs."""
     best = Rates(max(r.flops for r in rates), max(r.bytes for r in rates))
     at_least = floor.seconds(best)
     ran = {engine: seconds for engine in runs if (seconds := _seconds(runs[engine]))}
@@ -40,6 +42,7 @@ def summary(
         "machine": processor(job.threads),
         "sizes": asdict(case),
         "dtype": job.dtype,
+        "busy": busy,
         "requests": len(job.prompts),
         "kv_tokens": job.kv_tokens,
         "rates": [asdict(r) for r in rates],

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from onestem_lab.checkout import busy_cores
 from onestem_lab.peers.cases import CASES, Case
 from onestem_lab.peers.engines import Bench
 from onestem_lab.peers.floors import floor
@@ -68,6 +69,9 @@ def parse() -> argparse.Namespace:
         "--stay", action="store_true", help="engines stay loaded together, so that turns are close"
     )
     parser.add_argument("--resume", action="store_true", help="keep the runs of a stopped command")
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="so many busy processes beside the runs"
+    )
     parser.add_argument("--plot", type=Path, help="draw all results there afterwards")
     add_sizes(parser)
     options = parser.parse_args()
@@ -156,13 +160,15 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
         swept = sweep_all(runs_of, engines, options) if options.sweep else {}
         chosen = {engine: choice(engine, swept, name, options) for engine in engines}
         bench.load(chosen)
-        runs = interleaved(runs_of, chosen, options.repeats)
+        with busy_cores(count=options.busy):
+            runs = interleaved(runs_of, chosen, options.repeats)
         rates.append(bench.rates())
     return summary(
         name=name,
         command=f"python -m onestem_lab.peers.run {shlex.join(sys.argv[1:])}",
         case=case,
         job=job,
+        busy=options.busy,
         rates=rates,
         floor=floor(case.config, job),
         sweep=swept,

@@ -345,6 +345,7 @@ class SequenceFactory:
             ),
             pml=_pml_prompt(request),
         )
+        state.most_tokens = self._most_tokens(state)
         if request.params.choices:
             assert self._tokenizer is not None  # `Requests.validate` saw to it
             state.choices, paths = completion_tree(choice_ids(request, self._tokenizer))
@@ -390,12 +391,11 @@ class SequenceFactory:
         known = request.prompt_array if state.pml is None else None
         ids = state.own_prompt if known is None else known.astype(np.intc).tobytes()
         sequence = Sequence(state, index, array("i", ids), self.weights_version)
-        sequence.most_tokens = self._most_tokens(state)
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
         if params.stop or request.stream:
-            sequence.detokenizer = self.detokenizer(request)
-        sequence.grammar = self._grammar_of(state)
+            sequence.answer.detokenizer = self.detokenizer(request)
+        sequence.answer.grammar = self._grammar_of(state)
         return sequence
 
     def detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
@@ -409,7 +409,8 @@ class SequenceFactory:
         params, grammar = state.request.params, None
         if not (params.response_format or params.allowed_token_ids or params.bad_words):
             return None
-        other = next((s.grammar for s in state.sequences if s.grammar is not None), None)
+        grammars = (sequence.answer.grammar for sequence in state.sequences)
+        other = next((one for one in grammars if one is not None), None)
         if other is not None:
             return other.at_start()
         if params.response_format is not None and self._grammars is not None:
@@ -455,8 +456,8 @@ class SequenceFactory:
         tokens = np.concatenate((prompt, path.tokens)).astype(np.intc)
         sequence = Sequence(state, index, array("i", tokens.tobytes()), self.weights_version)
         sequence.num_prompt = len(prompt)
-        sequence.scoring = Scoring(path.rows + (len(prompt) - 1), path.targets, alternatives)
-        sequence.score_only = True
+        rows = path.rows + (len(prompt) - 1)
+        sequence.scoring = Scoring(rows, path.targets, alternatives, is_all=True)
         return sequence
 
 

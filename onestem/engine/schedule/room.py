@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from onestem.cache import PrefixCache, Run
+from onestem.engine.modules.prompt import SequenceModules
 from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.lane import Lane
@@ -78,8 +79,10 @@ class Room:
         draft.handling = sequence
         ids, limit = sequence.ids().copy(), sequence.match_limit
         sequence.run = self._cache.attach(ids, limit, sequence, sequence.stretches)
-        sequence.import_modules(self._cache)
-        sequence.forget_path()
+        if (pml := sequence.state.pml) is not None:
+            sequence.modules = SequenceModules(
+                self._cache.modules, pml, sequence, private=not self._cache.enabled
+            )
         while self.num_running and not self.reserved.have_room(sequence):
             if sequence.is_job or not self._give_up_job(draft):
                 self._detach(sequence)

@@ -155,17 +155,18 @@ class Results:
         ending: FinishReason | None,
     ) -> FinishReason | None:
         """Note an appended token. Returns how the sequence ends with it, if it does."""
+        answer = sequence.answer
         if entry is not None:
-            sequence.note_logprobs(token, entry)
-        if sequence.grammar is not None:
-            sequence.grammar.accept(token)
+            answer.note_logprobs(token, entry)
+        if answer.grammar is not None:
+            answer.grammar.accept(token)
         if ending == "stop":
             return ending
         params = sequence.state.request.params
         may_stop = sequence.num_output >= params.min_tokens
         if self._is_stopped(sequence, token, may_stop=may_stop):
             return "stop"
-        if sequence.grammar is not None and sequence.grammar.is_finished:
+        if answer.grammar is not None and answer.grammar.is_finished:
             if may_stop:
                 return "stop"
             sequence.stop_reason = why_masked(params)
@@ -213,10 +214,10 @@ class Results:
         if may_stop and token in sequence.state.request.params.stop_token_ids:
             sequence.stop_reason = token
             return True
-        detokenizer = sequence.detokenizer
+        detokenizer = sequence.answer.detokenizer
         if detokenizer is None:
             return False
-        sequence.text += detokenizer.append(token, check_stop=may_stop)
+        sequence.answer.text += detokenizer.append(token, check_stop=may_stop)
         sequence.stop_reason = detokenizer.stop_reason
         return detokenizer.stop_reason is not None
 
@@ -288,15 +289,15 @@ class Results:
 
     def _finish_text(self, sequence: Sequence) -> None:
         """Make the rest of the text; all of it where it was not needed before."""
-        detokenizer = sequence.detokenizer
+        answer, detokenizer = sequence.answer, sequence.answer.detokenizer
         if detokenizer is not None and detokenizer.stop_reason is not None:
             return
         if detokenizer is None:
             detokenizer = self._scheduler.factory.detokenizer(sequence.state.request)
             if detokenizer is None:
                 return
-            sequence.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
-        sequence.text += detokenizer.finish()
+            answer.text = "".join(map(detokenizer.append, self._visible_ids(sequence)))
+        answer.text += detokenizer.finish()
         if detokenizer.stop_reason is not None and sequence.finish_reason != "abort":
             # An unfinished character's replacement completed a stop string.
             sequence.stop_reason, sequence.finish_reason = detokenizer.stop_reason, "stop"

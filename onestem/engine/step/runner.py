@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.engine.step.inputs import NewPages, StepInputs
-from onestem.models.config import LayerHeads
 from onestem.models.decoder import Attend, Decoder
+from onestem.models.description import LayerHeads
 from onestem.models.updates import write_tensors
 from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
 from onestem.ops.copies import on_device
@@ -80,7 +80,7 @@ class RankTeam(Protocol):
 
     def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> StepRunner: ...
     def check(self) -> None: ...
-    def on_death(self, tell: Callable[[str], object]) -> None: ...
+    def on_death(self, notify: Callable[[str], object]) -> None: ...
     def close(self) -> None: ...
 
 

@@ -136,13 +136,13 @@ class SequenceTable(Columns):
         self.last_id[sid], self.launched_row[sid] = sequence.tokens[-1], -1
         self.flushed[sid] = self._commits
         self.needs_host[sid] = (
-            sequence.detokenizer is not None
-            or sequence.grammar is not None
+            sequence.answer.detokenizer is not None
+            or sequence.answer.grammar is not None
             or request.stream
             or len(request.params.stop_token_ids) > 0
         )
         self.stops_at_eos[sid] = not request.params.ignore_eos
-        if sequence.grammar is not None:
+        if sequence.answer.grammar is not None:
             self.masked.add(sid)
         try:
             self.records[sid] = self._sampler.records([self.row(sequence)])[0]
@@ -209,7 +209,7 @@ class SequenceTable(Columns):
         sequence = self.sequences[sid]
         assert sequence is not None
         try:
-            sequence.sampling.allowed_mask = sequence.grammar.fill_mask()
+            sequence.sampling.allowed_mask = sequence.answer.grammar.fill_mask()
         except Exception as error:
             self.broken.append((sequence, error))
             return False

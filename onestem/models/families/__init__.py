@@ -7,22 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description
-from onestem.models.families import (
-    experts,
-    falcon,
-    gemma,
-    gemma4,
-    glm,
-    gpt2,
-    granite,
-    llama,
-    ministral3,
-    mpt,
-    olmo,
-    phi,
-    phi3,
-    smollm3,
-)
+from onestem.models.families import experts, falcon, gemma, gemma4, gpt2, llama, mpt, olmo, phi
 from onestem.models.fields import Fields
 from onestem.models.names import TensorNames
 
@@ -44,10 +29,10 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.read, llama.names, "Llama 2 and 3.x, CodeLlama, Yi"),
     "MistralForCausalLM": Family(llama.read, llama.names, "Mistral, Mistral Small 3"),
     "MinistralForCausalLM": Family(llama.read, llama.names, "Ministral 8B"),
-    "Ministral3ForCausalLM": Family(ministral3.read, ministral3.names, "Ministral 3"),
+    "Ministral3ForCausalLM": Family(llama.read_ministral3, llama.names, "Ministral 3"),
     "Mistral3ForConditionalGeneration": Family(
-        ministral3.read_image_model,
-        ministral3.names,
+        llama.read_image_model,
+        llama.image_names,
         "Mistral Small 3.1 on, for text",
     ),
     "Qwen2ForCausalLM": Family(llama.read, llama.names, "Qwen2, Qwen2.5"),
@@ -73,13 +58,17 @@ FAMILIES: dict[str, Family] = {
     "Gemma4UnifiedForConditionalGeneration": Family(
         gemma4.read, gemma4.names, "Gemma 4 12B, for text"
     ),
-    "Phi3ForCausalLM": Family(phi3.read, phi3.names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "Phi3ForCausalLM": Family(
+        llama.read_phi3, llama.phi3_names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"
+    ),
     "Olmo2ForCausalLM": Family(olmo.read_olmo2, olmo.names, "OLMo 2"),
     "Olmo3ForCausalLM": Family(olmo.read_olmo3, olmo.names, "OLMo 3"),
-    "SmolLM3ForCausalLM": Family(smollm3.read, llama.names, "SmolLM3"),
-    "GraniteForCausalLM": Family(granite.read, llama.names, "Granite 3 and 4 without experts"),
-    "GlmForCausalLM": Family(glm.read, glm.names, "GLM-4 9B of 2024"),
-    "Glm4ForCausalLM": Family(glm.read, glm.names, "GLM-4 9B and 32B of 2025"),
+    "SmolLM3ForCausalLM": Family(llama.read_smollm3, llama.names, "SmolLM3"),
+    "GraniteForCausalLM": Family(
+        llama.read_granite, llama.names, "Granite 3 and 4 without experts"
+    ),
+    "GlmForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B of 2024"),
+    "Glm4ForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B and 32B of 2025"),
     "FalconForCausalLM": Family(falcon.read, falcon.names, "Falcon 7B, 40B, 11B, RW"),
     "MptForCausalLM": Family(mpt.read, mpt.names, "MPT 7B and 30B"),
     "MPTForCausalLM": Family(mpt.read, mpt.names, "the same, in its makers' files"),

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import (
-    ClampedSwiglu,
-    Description,
-    Experts,
-)
+from onestem.models.description import ClampedSwiglu, Description, Experts
 from onestem.models.families import llama
 from onestem.models.families.shared import layer_windows
 from onestem.models.fields import Fields

@@ -10,7 +10,7 @@ import struct
 from typing import Literal
 
 from onestem.models.description import Alibi, Description, Rotary
-from onestem.models.families.shared import gelu, rotary
+from onestem.models.families.shared import gelu, rotary, sizes
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
@@ -30,33 +30,23 @@ _NORMS: dict[Block, dict[Role, str]] = {
 
 def read(fields: Fields, architecture: str) -> Description:
     """Description of all three forms, with the defaults of transformers."""
-    hidden_size = fields.positive("hidden_size")
-    num_layers = fields.positive("num_hidden_layers")
-    max_position_embeddings = fields.positive("max_position_embeddings", 2048)
+    max_positions = fields.positive("max_position_embeddings", 2048)
     bias = fields.boolean("bias", False)
-    head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    common = sizes(fields, architecture, tied=True)
     return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.positive("ffn_hidden_size", 4 * hidden_size),
-        num_layers=num_layers,
-        num_q_heads=fields.positive("num_attention_heads"),
+        **common,
+        intermediate_size=fields.positive("ffn_hidden_size", 4 * common["hidden_size"]),
         num_kv_heads=_num_kv_heads(fields),
-        head_dim=head_dim,
-        positions=_positions(fields, head_dim, max_position_embeddings),
-        max_position_embeddings=max_position_embeddings,
+        positions=_positions(fields, common["head_dim"], max_positions),
+        max_position_embeddings=max_positions,
         norm="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         norm_bias=True,
         block=_block(fields),
         mlp=gelu(fields, "activation", "gelu"),
-        tie_embeddings=fields.boolean("tie_word_embeddings", True),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        sliding_windows=(None,) * num_layers,
-        initializer_range=fields.number("initializer_range", 0.02),
     )
 
 

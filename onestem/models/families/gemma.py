@@ -22,7 +22,7 @@ from onestem.models.families.shared import (
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
-__all__ = ["BOTH_NORMS", "names", "read_gemma2", "read_gemma3", "softcap"]
+__all__ = ["BOTH_NORMS", "common", "names", "read_gemma2", "read_gemma3", "softcap"]
 
 # Of attention and MLP, before and after each.
 BOTH_NORMS = {
@@ -35,10 +35,10 @@ BOTH_NORMS = {
 
 def read_gemma2(fields: Fields, architecture: str) -> Description:
     """Description of Gemma 2. It has softcaps unless the file says null."""
-    common = _read(fields, architecture, vocab_size=256000, max_position_embeddings=8192, every=2)
+    base = _read(fields, architecture, vocab_size=256000, max_position_embeddings=8192, every=2)
     return replace(
-        common,
-        positions=rotary(fields, common.head_dim, common.max_position_embeddings),
+        base,
+        positions=rotary(fields, base.head_dim, base.max_position_embeddings),
         score_softcap=softcap(fields, "attn_logit_softcapping", 50.0),
         logit_softcap=softcap(fields, "final_logit_softcapping", 30.0),
     )
@@ -53,19 +53,19 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
     if architecture == "Gemma3ForConditionalGeneration":  # nor this one in models that read images
         fields.refuse_others(final_logit_softcapping=None)
     every = fields.positive("sliding_window_pattern", 6)
-    common = _read(
+    base = _read(
         fields, architecture, vocab_size=262208, max_position_embeddings=131072, every=every
     )
     full, windowed = window_rotaries(
         fields,
-        common.head_dim,
-        common.max_position_embeddings,
+        base.head_dim,
+        base.max_position_embeddings,
         theta=1e6,
         windowed_theta=fields.number("rope_local_base_freq", 10000.0),
     )
     return replace(
-        common,
-        positions=rotary_by_window(common.sliding_windows, full, windowed),
+        base,
+        positions=rotary_by_window(base.sliding_windows, full, windowed),
         logit_softcap=softcap(fields, "final_logit_softcapping", None),
         qk_norm=True,
     )
@@ -79,19 +79,18 @@ def names(description: Description) -> TensorNames:
     return names
 
 
-def _read(
+def common(
     fields: Fields,
     architecture: str,
+    windows: tuple[int | None, ...],
     *,
+    num_layers: int,
     vocab_size: int,
     max_position_embeddings: int,
-    every: int,
 ) -> Description:
-    """Fields of both, with defaults: files of the larger Gemma 3 leave out values that equal them.
-    `every`: each `every`-th layer sees all, where the file does not say."""
-    fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    """What Gemma 2, 3 and 4 have in common. Files leave out values that equal the defaults."""
+    fields.refuse_others(hidden_activation="gelu_pytorch_tanh")
     hidden_size = fields.positive("hidden_size", 2304)
-    num_layers = fields.positive("num_hidden_layers", 26)
     head_dim = fields.positive("head_dim", 256)
     bias = fields.boolean("attention_bias", False)
     return Description(
@@ -106,18 +105,33 @@ def _read(
         positions=Rotary(head_dim),
         max_position_embeddings=fields.positive("max_position_embeddings", max_position_embeddings),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        norm_offset=1.0,
         mlp="gelu_tanh_gated",
         embedding_scale=hidden_size**0.5,
-        score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         tie_embeddings=fields.boolean("tie_word_embeddings", True),
         qkv_bias=bias,
         o_bias=bias,
-        sliding_windows=layer_windows(
-            fields, fields.positive("sliding_window", 4096), windowed_kinds(num_layers, every)
-        ),
+        sliding_windows=windows,
         initializer_range=fields.number("initializer_range", 0.02),
     )
+
+
+def _read(
+    fields: Fields, architecture: str, *, vocab_size: int, max_position_embeddings: int, every: int
+) -> Description:
+    """Of Gemma 2 and 3. `every`: each `every`-th layer sees all, where the file does not say."""
+    fields.refuse_others(use_bidirectional_attention=False)
+    num_layers = fields.positive("num_hidden_layers", 26)
+    window = fields.positive("sliding_window", 4096)
+    of_all = common(
+        fields,
+        architecture,
+        layer_windows(fields, window, windowed_kinds(num_layers, every)),
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_position_embeddings,
+    )
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
+    return replace(of_all, norm_offset=1.0, score_scale=scale)
 
 
 def softcap(fields: Fields, name: str, default: float | None) -> float | None:

@@ -9,14 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from onestem.models.description import (
-    Description,
-    Experts,
-    LayerHeads,
-    Rotary,
-)
+from onestem.models.description import Description, Experts, LayerHeads, Rotary
 from onestem.models.families import llama
-from onestem.models.families.gemma import BOTH_NORMS, softcap
+from onestem.models.families.gemma import BOTH_NORMS, common, softcap
 from onestem.models.families.shared import (
     IMAGE_MODEL,
     layer_windows,
@@ -66,43 +61,32 @@ def read(fields: Fields, architecture: str) -> Description:
     tokens, and read images without an encoder."""
     fields = text_fields(fields)
     unified = "Unified" in architecture
-    fields.refuse_others(hidden_activation="gelu_pytorch_tanh", rope_scaling=None)
-    if fields.values.get("use_bidirectional_attention") not in (None, "vision"):
-        raise fields.unsupported("use_bidirectional_attention", "None, 'vision'")
+    fields.refuse_others(rope_scaling=None)
+    fields.one_of("use_bidirectional_attention", "vision")
     num_layers = fields.positive("num_hidden_layers", 30)
-    hidden_size = fields.positive("hidden_size", 2304)
     windows = _windows(fields, num_layers, 1024 if unified else 512)
     heads = _heads(fields, windows)
-    bias = fields.boolean("attention_bias", False)
     shared = frozenset(i for i in range(num_layers) if heads[i].kv_layer is not None)
-    max_positions = fields.positive("max_position_embeddings", 262144 if unified else 131072)
-    return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size", 262144),
-        hidden_size=hidden_size,
-        intermediate_size=fields.positive("intermediate_size", 9216),
+    base = common(
+        fields,
+        architecture,
+        windows,
         num_layers=num_layers,
-        num_q_heads=fields.positive("num_attention_heads", 8),
-        num_kv_heads=fields.positive("num_key_value_heads", 4),
-        head_dim=fields.positive("head_dim", 256),
-        positions=rotary_by_window(windows, *_rotaries(fields, windows, heads, max_positions)),
-        max_position_embeddings=max_positions,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        mlp="gelu_tanh_gated",
-        embedding_scale=hidden_size**0.5,
+        vocab_size=262144,
+        max_position_embeddings=262144 if unified else 131072,
+    )
+    turns = _rotaries(fields, windows, heads, base.max_position_embeddings)
+    return replace(
+        base,
+        positions=rotary_by_window(windows, *turns),
         score_scale=1.0,
         logit_softcap=softcap(fields, "final_logit_softcapping", None),
-        tie_embeddings=fields.boolean("tie_word_embeddings", True),
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         v_norm=True,
         layer_heads=heads,
         wide_mlps=shared if fields.boolean("use_double_wide_mlp", False) else frozenset(),
         token_vectors=0 if unified else _token_vectors(fields),
         experts=None if unified else _experts(fields, num_layers),
-        sliding_windows=windows,
-        initializer_range=fields.number("initializer_range", 0.02),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onestem.models.description import Description, Learned
-from onestem.models.families.shared import gelu
+from onestem.models.families.shared import gelu, sizes
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
@@ -15,30 +15,19 @@ def read(fields: Fields, architecture: str) -> Description:
     fields.refuse_others(
         scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
     )
-    hidden_size = fields.positive("n_embd")
-    num_heads = fields.positive("n_head")
-    num_layers = fields.positive("n_layer")
     return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.positive("n_inner", 4 * hidden_size),
-        num_layers=num_layers,
-        num_q_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=fields.head_dim("n_embd", "n_head"),
+        **sizes(fields, architecture, tied=True, names=("n_embd", "n_layer", "n_head")),
+        intermediate_size=fields.positive("n_inner", 4 * fields.positive("n_embd")),
+        num_kv_heads=fields.positive("n_head"),
         positions=Learned(),
         max_position_embeddings=fields.positive("n_positions"),
         norm="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         norm_bias=True,
         mlp=gelu(fields, "activation_function", "gelu_new"),
-        tie_embeddings=fields.boolean("tie_word_embeddings", True),
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        sliding_windows=(None,) * num_layers,
-        initializer_range=fields.number("initializer_range", 0.02),
     )
 
 

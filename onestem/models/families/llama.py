@@ -1,17 +1,36 @@
-"""Llama 2 and 3, CodeLlama, Yi, Mistral, Ministral, Qwen2 and Qwen3: RMSNorm, RoPE, a gated MLP."""
+"""Llama and its kin: RMSNorm, RoPE, a gated MLP.
+
+Llama 2 and 3, CodeLlama, Yi, Mistral, Ministral, Qwen2 and Qwen3; and what differs from them in a
+few fields: Ministral 3, Granite, GLM-4 (arXiv 2406.12793), Phi-3 and 4 (arXiv 2404.14219), SmolLM3.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from onestem.models.description import Description, Rotary
-from onestem.models.families.shared import layer_windows, rotary
+from onestem.models.description import Description, LayerRotary, LongRope, QueryGrowth, Rotary
+from onestem.models.families.shared import IMAGE_MODEL, layer_windows, rotary, sizes, text_fields
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
-__all__ = ["names", "plain", "read"]
+__all__ = [
+    "glm_names",
+    "image_names",
+    "names",
+    "phi3_names",
+    "plain",
+    "read",
+    "read_glm",
+    "read_granite",
+    "read_image_model",
+    "read_ministral3",
+    "read_phi3",
+    "read_smollm3",
+]
 
 _MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
+
+PHI3_TRAINED_POSITIONS = 4096  # before scaling, where the file does not say
 
 
 def read(fields: Fields, architecture: str) -> Description:
@@ -43,30 +62,19 @@ def plain(
     """The common base of many families: no biases, no windows. Arguments are defaults for fields
     that the file leaves out; `turned`: see `rotary`. `positions`: RoPE that was read already."""
     fields.refuse_others(hidden_act="silu")
-    num_q_heads = fields.positive("num_attention_heads")
-    num_layers = fields.positive("num_hidden_layers")
     if fields.values.get("head_dim") is not None:
         head_dim = fields.positive("head_dim")
-    elif head_dim is None:
-        head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    common = sizes(fields, architecture, tied=tied, head_dim=head_dim)
     max_positions = fields.positive("max_position_embeddings")
     if positions is None:
-        positions = rotary(fields, head_dim, max_positions, turned, theta)
+        positions = rotary(fields, common["head_dim"], max_positions, turned, theta)
     return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=fields.positive("hidden_size"),
+        **common,
         intermediate_size=fields.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=fields.positive("num_key_value_heads", num_q_heads),
-        head_dim=head_dim,
+        num_kv_heads=fields.positive("num_key_value_heads", common["num_q_heads"]),
         positions=positions,
         max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps", norm_eps),
-        tie_embeddings=fields.boolean("tie_word_embeddings", tied),
-        sliding_windows=(None,) * num_layers,
-        initializer_range=fields.number("initializer_range", 0.02),
     )
 
 
@@ -141,3 +149,127 @@ def _check_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> None:
     expected = ["full_attention" if window is None else "sliding_attention" for window in windows]
     if types != expected:
         raise fields.unsupported("layer_types", f"{expected}, as the other fields say")
+
+
+def read_ministral3(fields: Fields, architecture: str) -> Description:
+    """Description of Ministral 3: queries grow with their position where the file says so."""
+    fields.refuse_others(sliding_window=None)
+    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
+    if not rope:
+        raise fields.wrong("rope_parameters", "an object")
+    common = plain(fields, architecture, head_dim=128, norm_eps=1e-5)
+    rope_fields = Fields(rope, f"{fields.source}: rope_parameters")
+    beta = rope_fields.optional_number("llama_4_scaling_beta")
+    if beta is None:
+        return common
+    positions = rope_fields.positive("original_max_position_embeddings")
+    return replace(common, query_growth=QueryGrowth(beta, positions))
+
+
+def read_image_model(fields: Fields, architecture: str) -> Description:
+    """Description of the text part of a model that reads images: of Ministral 3, or of Mistral
+    Small 3.1."""
+    text = text_fields(fields)
+    kind = text.values.get("model_type")
+    if kind not in ("mistral", "ministral3"):
+        raise text.unsupported("model_type", "mistral, ministral3")
+    family = read_ministral3 if kind == "ministral3" else read
+    found = family(text, "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM")
+    # The outer fields decide, but a checkpoint with its own head overrides them.
+    tied = fields.boolean("tie_word_embeddings", True)
+    return replace(found, architecture=architecture, tie_embeddings=tied)
+
+
+def image_names(description: Description) -> TensorNames:
+    """Names in models that read images, some of which are written in two ways."""
+    return replace(names(description), **IMAGE_MODEL)
+
+
+def read_granite(fields: Fields, architecture: str) -> Description:
+    """Description of Granite 3 and 4 without experts: factors of embeddings, scores, logits and of
+    what a layer adds."""
+    bias = fields.boolean("attention_bias", False)
+    return replace(
+        plain(fields, architecture),
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        score_scale=fields.number("attention_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1.0),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+def read_glm(fields: Fields, architecture: str) -> Description:
+    """Description of GLM-4: half of each head's dimensions turn, in pairs of neighbours."""
+    common = plain(fields, architecture, head_dim=128, turned=0.5, norm_eps=1.5625e-07)
+    assert isinstance(common.positions, Rotary)
+    return replace(
+        common,
+        positions=replace(common.positions, interleaved=True),
+        qkv_bias=fields.boolean("attention_bias", True),
+    )
+
+
+def glm_names(description: Description) -> TensorNames:
+    """Names with gate and up in one projection; models of 2025 (`Glm4ForCausalLM`) also have norms
+    after attention and MLP."""
+    fused = names(description).having({Role.GATE: None, Role.UP: "mlp.gate_up_proj"})
+    if description.architecture == "GlmForCausalLM":
+        return fused
+    return fused.having(
+        {Role.OUTPUT_NORM: "post_self_attn_layernorm", Role.DOWN_NORM: "post_mlp_layernorm"}
+    )
+
+
+def read_phi3(fields: Fields, architecture: str) -> Description:
+    """Description of Phi-3, 3.5 and 4: LongRoPE, and in Phi-4-mini RoPE over a part of each head. A
+    window that no position reaches is left out."""
+    fields.refuse_others(attention_bias=False)
+    if fields.values.get("original_max_position_embeddings") is None:
+        given = {**fields.values, "original_max_position_embeddings": PHI3_TRAINED_POSITIONS}
+        fields = Fields(given, fields.source)
+    common = plain(fields, architecture, turned=1.0, norm_eps=1e-5)
+    assert isinstance(common.positions, Rotary)
+    if not isinstance(common.positions.scaling, LongRope | None):
+        raise fields.unsupported("rope_scaling", "longrope, or none")
+    window = fields.positive("sliding_window", common.max_position_embeddings)
+    if window >= common.max_position_embeddings:  # as in the files with 131,072 positions
+        return common
+    return replace(common, sliding_windows=(window,) * common.num_layers)
+
+
+def phi3_names(description: Description) -> TensorNames:
+    """Names with q, k and v in one projection, and gate and up in another."""
+    fused: dict[Role, str | None] = dict.fromkeys((Role.Q, Role.K, Role.V, Role.GATE))
+    fused |= {Role.QKV: "self_attn.qkv_proj", Role.UP: "mlp.gate_up_proj"}
+    return names(description).having(fused)
+
+
+def read_smollm3(fields: Fields, architecture: str) -> Description:
+    """Description of SmolLM3: layers whose `no_rope_layers` is 0 have no RoPE, and may have a
+    window."""
+    common = plain(fields, architecture, theta=2e6, tied=True)
+    num_layers = common.num_layers
+    turns = fields.values.get("no_rope_layers")
+    if turns is None:
+        every = fields.positive("no_rope_layer_interval", 4)
+        turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    right = isinstance(turns, list) and all(turn in (0, 1) for turn in turns)
+    if not right or len(turns) != num_layers:
+        raise fields.wrong("no_rope_layers", f"a list of {num_layers} numbers, 0 or 1")
+    windows = common.sliding_windows
+    if fields.boolean("use_sliding_window", False):
+        window = fields.optional_integer("sliding_window")
+        kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
+        windows = layer_windows(fields, window, kinds)
+    bias = fields.boolean("attention_bias", False)
+    return replace(
+        common,
+        positions=LayerRotary(tuple(common.rotaries[0] if turn else None for turn in turns)),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        sliding_windows=windows,
+    )

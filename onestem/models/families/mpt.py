@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onestem.models.description import Alibi, Description
-from onestem.models.families.shared import gelu
+from onestem.models.families.shared import gelu, sizes
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
@@ -14,28 +14,17 @@ def read(fields: Fields, architecture: str) -> Description:
     """Description of MPT, which has ALiBi and no biases."""
     attention = Fields(fields.mapping("attn_config"), f"{fields.source}: attn_config")
     _refuse_what_changes_the_model(fields, attention)
-    hidden_size = fields.positive("d_model")
-    num_heads = fields.positive("n_heads")
-    num_layers = fields.positive("n_layers")
-    clip = attention.optional_number("clip_qkv")
+    num_heads, clip = fields.positive("n_heads"), attention.optional_number("clip_qkv")
     return Description(
-        architecture=architecture,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.positive("expansion_ratio", 4) * hidden_size,
-        num_layers=num_layers,
-        num_q_heads=num_heads,
+        **sizes(fields, architecture, tied=True, names=("d_model", "n_layers", "n_heads")),
+        intermediate_size=fields.positive("expansion_ratio", 4) * fields.positive("d_model"),
         num_kv_heads=num_heads,
-        head_dim=fields.head_dim("d_model", "n_heads"),
         positions=Alibi.of_heads(num_heads, attention.number("alibi_bias_max", 8.0)),
         max_position_embeddings=fields.positive("max_seq_len"),
         norm="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         mlp=gelu(fields, "activation", "gelu"),
-        tie_embeddings=fields.boolean("tie_word_embeddings", True),
         qkv_clip=None if not clip else attention.number("clip_qkv"),
-        sliding_windows=(None,) * num_layers,
-        initializer_range=fields.number("initializer_range", 0.02),
     )
 
 
@@ -58,15 +47,10 @@ def names(description: Description) -> TensorNames:
 def _refuse_what_changes_the_model(fields: Fields, attention: Fields) -> None:
     """`learned_pos_emb` is not checked: files of models without such a tensor set it, and ALiBi
     overrides it."""
-    fields.refuse_others(no_bias=True)
-    if fields.values.get("logit_scale") is not None:
-        raise fields.unsupported("logit_scale", "null")
-    norm = fields.values.get("norm_type")
-    if norm not in (None, "layernorm", "low_precision_layernorm"):
-        raise fields.unsupported("norm_type", "layernorm, low_precision_layernorm")
-    if attention.values.get("softmax_scale") is not None:
-        raise attention.unsupported("softmax_scale", "null")
+    fields.refuse_others(no_bias=True, logit_scale=None)
+    fields.one_of("norm_type", "layernorm", "low_precision_layernorm")
     attention.refuse_others(
+        softmax_scale=None,
         attn_type="multihead_attention",
         alibi=True,
         prefix_lm=False,

@@ -1,4 +1,4 @@
-"""Fields that several families have: RoPE, windows, activations, and the text part of image
+"""Fields that several families have: sizes, RoPE, windows, activations, and the text part of image
 models."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "nested_rotary",
     "rotary",
     "rotary_by_window",
+    "sizes",
     "text_fields",
     "window_rotaries",
     "windowed_kinds",
@@ -36,13 +37,39 @@ _GELU: dict[str, Literal["gelu", "gelu_tanh"]] = {
 }
 
 
+def sizes(
+    fields: Fields,
+    architecture: str,
+    *,
+    tied: bool,
+    names: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    head_dim: int | None = None,
+) -> dict[str, Any]:
+    """Arguments of a `Description` that nearly all families read alike, without windows.
+
+    Args:
+        tied: where the file does not say whether head and embedding are one.
+        names: what the family calls the hidden size, the number of layers and that of heads.
+        head_dim: None: the hidden size divided by the heads.
+    """
+    hidden, layers, heads = names
+    num_layers = fields.positive(layers)
+    return {
+        "architecture": architecture,
+        "vocab_size": fields.positive("vocab_size"),
+        "hidden_size": fields.positive(hidden),
+        "num_layers": num_layers,
+        "num_q_heads": fields.positive(heads),
+        "head_dim": fields.head_dim(hidden, heads) if head_dim is None else head_dim,
+        "tie_embeddings": fields.boolean("tie_word_embeddings", tied),
+        "sliding_windows": (None,) * num_layers,
+        "initializer_range": fields.number("initializer_range", 0.02),
+    }
+
+
 def gelu(fields: Fields, name: str, default: str) -> Literal["gelu", "gelu_tanh"]:
     """The activation of an MLP without a gate."""
-    value = fields.values.get(name)
-    value = default if value is None else value
-    if not isinstance(value, str) or value not in _GELU:
-        raise fields.unsupported(name, ", ".join(_GELU))
-    return _GELU[value]
+    return _GELU[fields.one_of(name, *_GELU, default=default)]
 
 
 def rotary(

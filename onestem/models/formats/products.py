@@ -14,18 +14,24 @@ where the extension is not built. A product treats each of its rows by itself.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.models.formats.held import Channels, Groups, Weight, dense, joined, ordered
-from onestem.models.formats.rounding import rounded_weight
+from onestem.models.formats.held import (
+    Channels,
+    Groups,
+    Weight,
+    dense,
+    joined,
+    ordered,
+    rounded_weight,
+)
 from onestem.models.linear import (
     Activation,
     Head,
@@ -34,6 +40,7 @@ from onestem.models.linear import (
     LogitsMemory,
     Projection,
     choose_layout,
+    held_tensors,
 )
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
@@ -42,7 +49,17 @@ from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows, rounded_rows, row_tops
 from onestem.options import Quantize
 
-__all__ = ["RoundedHead", "Target", "kinds_of", "projection", "row_bytes"]
+__all__ = [
+    "CpuPart",
+    "CpuProduct",
+    "GpuChannels",
+    "GpuGroups",
+    "RoundedHead",
+    "Target",
+    "kinds_of",
+    "projection",
+    "row_bytes",
+]
 
 # Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
 # written out for it.
@@ -66,6 +83,11 @@ class Target:
     def has_kernels(self) -> bool:
         """Whether Triton's kernels are used, as in `resolve_layers`."""
         return self.device.type == "cuda" and find_spec("triton") is not None
+
+    def multiplies(self, floats: bool) -> bool:
+        """Whether a GPU has products of float8 weights, or else of whole numbers."""
+        least = (8, 9) if floats else (8, 0)
+        return self.has_kernels and torch.cuda.get_device_capability(self.device) >= least
 
 
 def projection(
@@ -110,7 +132,7 @@ def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
         zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
         weight = rounded_weight(zeros, form)
     product = projection([weight], None, None, target)
-    return sum(tensor.nbytes for tensor in product.tensors()) / some
+    return sum(tensor.nbytes for tensor in held_tensors(product)) / some
 
 
 def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
@@ -133,20 +155,20 @@ def _product(
     weight: Weight, bias: Tensor | None, target: Target, ranks: Ranks = ALONE
 ) -> Projection:
     if isinstance(weight, Channels):
-        if _all_take(_ChannelsGpu.takes(weight, target), ranks, target.device):
-            return _ChannelsGpu(weight, bias, target)
-        if _all_take(_Cpu.takes(weight, target), ranks, target.device):
-            alone = ranks.size == 1
-            return _Cpu(weight, bias, target) if alone else _CpuPart(weight, bias, target, ranks)
+        if _all_take(GpuChannels.takes(weight, target), ranks, target.device):
+            return GpuChannels(weight, bias, target)
+        if _all_take(CpuProduct.takes(weight, target), ranks, target.device):
+            if ranks.size == 1:
+                return CpuProduct(weight, bias, target)
+            return CpuPart(weight, bias, target, ranks)
     if isinstance(weight, Groups):
-        if _GroupsGpu.takes(weight, target):
-            return _GroupsGpu(weight, bias, target)
-        if _Cpu.takes(weight, target):
-            return _Cpu(weight, bias, target)
+        if GpuGroups.takes(weight, target):
+            return GpuGroups(weight, bias, target)
+        if CpuProduct.takes(weight, target):
+            return CpuProduct(weight, bias, target)
     made = Linear(dense(weight, target.dtype), bias, target.layout)
-    made.kind = (
-        f"{made.kind}, from {_kind(weight)}" if not isinstance(weight, Tensor) else made.kind
-    )
+    if not isinstance(weight, Tensor):
+        made.kind += f", from {_kind(weight)}"
     return made
 
 
@@ -165,11 +187,8 @@ def _kind(weight: Channels | Groups) -> str:
     return f"{'fp8' if floats else f'int{weight.bits}'} in groups of {weight.group}"
 
 
-class _Quantized(Projection, ABC):
+class _Quantized(Projection):
     """What these products have in common."""
-
-    scratch_bytes = 0
-    rounds: torch.dtype | None = None
 
     def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
         self.dtype = target.dtype
@@ -179,26 +198,12 @@ class _Quantized(Projection, ABC):
         self.kind = _kind(weight)
         self.round_rows = resolve_rounding(weight.codes.device)
 
-    def pieces(self, x: Any) -> tuple[Any, ...]:
-        return (x,)
-
     def rounded(self, x: Rows) -> RoundedRows:
         """`x`, rounded to the dtype of the codes if it is not yet."""
         return x if isinstance(x, RoundedRows) else self.round_rows(x, self.code_dtype)
 
-    @abstractmethod
-    def __call__(self, x: Any) -> Tensor:
-        """See `Projection`."""
 
-    @abstractmethod
-    def held(self) -> list[Tensor]:
-        """All tensors but the bias."""
-
-    def tensors(self) -> list[Tensor]:
-        return self.held() + ([] if self.bias is None else [self.bias])
-
-
-class _ChannelsGpu(_Quantized):
+class GpuChannels(_Quantized):
     """float8 by float8, or int8 by int8, on a GPU. Tensor cores sum float8; int8 sums are exact.
     Both are scaled in float32."""
 
@@ -214,13 +219,10 @@ class _ChannelsGpu(_Quantized):
 
     @staticmethod
     def takes(weight: Channels, target: Target) -> bool:
-        codes = weight.codes
-        if not codes.is_cuda or not find_spec("triton"):
-            return False
-        floats = codes.dtype == torch.float8_e4m3fn
-        new = torch.cuda.get_device_capability(codes.device) >= ((8, 9) if floats else (8, 0))
-        aligned = codes.shape[0] % 16 == codes.shape[1] % 16 == 0
-        return new and aligned and (not floats or target.dtype == torch.bfloat16)
+        """Whether the device and dtype have this product for the weight."""
+        floats, (out, size) = weight.codes.is_floating_point(), weight.codes.shape
+        takes_dtype = not floats or target.dtype == torch.bfloat16
+        return target.multiplies(floats) and takes_dtype and out % 16 == size % 16 == 0
 
     def __call__(self, x: Rows) -> Tensor:
         codes, scales = rows = self.rounded(x)
@@ -236,15 +238,17 @@ class _ChannelsGpu(_Quantized):
             use_fast_accum=True,
         )
 
-    def held(self) -> list[Tensor]:
-        return [self.packed.codes, self.packed.scales]
+    def tensors(self) -> list[Tensor]:
+        """See `held_tensors`: counters belong to the device, and column scales are a view."""
+        bias = [] if self.bias is None else [self.bias]
+        return [self.packed.codes, self.packed.scales, *bias]
 
 
 # Activations that one row takes in one launch with `up`.
 _GATES: dict[str, Literal["silu", "gelu"]] = {"silu_gated": "silu", "gelu_tanh_gated": "gelu"}
 
 
-class _GroupsGpu(_Quantized):
+class GpuGroups(_Quantized):
     """Weights in groups through Triton; rows are not rounded."""
 
     def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
@@ -260,15 +264,12 @@ class _GroupsGpu(_Quantized):
 
     @staticmethod
     def takes(weight: Groups, target: Target) -> bool:
-        if not weight.codes.is_cuda or target.dtype == torch.float32 or not find_spec("triton"):
+        """Whether the device and dtype have this product for the weight."""
+        if target.dtype == torch.float32 or not target.multiplies(weight.codes.is_floating_point()):
             return False
         from onestem.ops.triton.tiled import TiledGroups
 
-        floats = weight.codes.is_floating_point()
-        new = torch.cuda.get_device_capability(weight.codes.device) >= (
-            (8, 9) if floats else (8, 0)
-        )
-        return new and TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
+        return TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self._ordered(x)
@@ -277,6 +278,7 @@ class _GroupsGpu(_Quantized):
         return F.linear(x, self.packed.dense(x.dtype), self.bias)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `Projection`: one row of a gated MLP in one launch."""
         gate = _GATES.get(activation.name)
         if gate is None or not self.packed.takes_gated_row(x):
             return activation(self(x))
@@ -285,11 +287,8 @@ class _GroupsGpu(_Quantized):
     def _ordered(self, x: Tensor) -> Tensor:
         return x.contiguous() if self.order is None else x[:, self.order]
 
-    def held(self) -> list[Tensor]:
-        return self.packed.tensors() + ([] if self.order is None else [self.order])
 
-
-class _Cpu(_Quantized):
+class CpuProduct(_Quantized):
     """8 bits per channel and 4 bits in groups on a CPU, through `onestem.ops.cpu.linear`."""
 
     def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
@@ -306,6 +305,7 @@ class _Cpu(_Quantized):
 
     @staticmethod
     def takes(weight: Channels | Groups, target: Target) -> bool:
+        """Whether the device and dtype have this product for the weight."""
         codes = weight.codes
         if codes.device.type != "cpu" or target.dtype not in DTYPES or not is_built():
             return False
@@ -319,11 +319,8 @@ class _Cpu(_Quantized):
         x = x if self.order is None else x[:, self.order]
         return self.packed.product(x, self.bias)
 
-    def held(self) -> list[Tensor]:
-        return self.packed.tensors() + ([] if self.order is None else [self.order])
 
-
-class _CpuPart(_Quantized):
+class CpuPart(_Quantized):
     """8 bits per channel on a CPU, where each rank has some of the inputs.
 
     Rows are rounded by the maximum of whole rows, and ranks sum whole numbers: what is scaled after
@@ -346,9 +343,6 @@ class _CpuPart(_Quantized):
         if self.ranks.rank:
             return torch.zeros_like(y, dtype=x.dtype)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
-
-    def held(self) -> list[Tensor]:
-        return [*self.packed.tensors(), self.scales]
 
 
 class RoundedHead(Head):
@@ -373,15 +367,9 @@ class RoundedHead(Head):
         out = self.memory.empty(x.shape[0], self.rounded.out_features)
         return self.rounded.product(x, None, out)
 
-    def tensors(self) -> list[Tensor]:
-        """See `Head`."""
-        return self.rounded.tensors() + ([] if self.bias is None else [self.bias])
-
 
 class _Parts(Projection):
     """Projections of the same input whose formats differ, one product each."""
-
-    rounds: torch.dtype | None = None
 
     def __init__(
         self, products: Sequence[Projection], bias: Tensor | None, order: Tensor | None
@@ -397,10 +385,3 @@ class _Parts(Projection):
         y = torch.cat([product(x) for product in self.products], dim=1)
         y = y if self.order is None else y[:, self.order]
         return y if self.bias is None else y.add_(self.bias)
-
-    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x,)
-
-    def tensors(self) -> list[Tensor]:
-        held = [tensor for product in self.products for tensor in product.tensors()]
-        return held + [tensor for tensor in (self.bias, self.order) if tensor is not None]

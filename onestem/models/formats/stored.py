@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +45,10 @@ PART, PAIR = 32, 64
 
 Shape = tuple[int, ...]
 
+# get(name, cut=None): a module's stored tensor by its name within the module, or a part of it.
+# None: it is not there.
+Get = Callable[..., Tensor | None]
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -64,9 +67,8 @@ class Expected:
 
 def main_tensor(scheme: Scheme) -> str:
     """The tensor that only a quantised module has. A quantised `weight` is known by its dtype."""
-    return {"packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}.get(
-        scheme.storage, "weight"
-    )
+    names = {"packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+    return names.get(scheme.storage, "weight")
 
 
 def stored_tensors(
@@ -117,15 +119,9 @@ def stored_tensors(
     }
 
 
-def wrong_values(
-    scheme: Scheme, out: int, size: int, get: Callable[[str], Tensor | None]
-) -> tuple[str, str] | None:
+def wrong_values(scheme: Scheme, out: int, size: int, get: Get) -> tuple[str, str] | None:
     """(the first stored tensor whose numbers make no sense, what is wrong with it); None: all do.
-    Codes are not read.
-
-    Args:
-        get: returns a module's tensor by its name within the module; None: it is not there.
-    """
+    Codes are not read."""
     for name in SCALED_BY:
         scales = get(name)
         if scales is not None and not scales.float().isfinite().all():
@@ -143,23 +139,15 @@ def wrong_values(
     return None
 
 
-class Get(Protocol):
-    """Returns a module's stored tensors, by their names within the module."""
-
-    def __call__(self, name: str, cut: Cut | None = None) -> Tensor | None:
-        """A tensor, or a part of it; None: it is not there."""
-        ...
-
-
-def stored_weight(scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None = None) -> Weight:
-    """The weight of a module from its tensors.
+def stored_weight(scheme: Scheme, get: Get, out: int, size: int, cut: Cut | None) -> Weight:
+    """The weight of a module from its tensors, which must be those of `stored_tensors`, with no
+    `wrong_values`.
 
     Args:
         cut: the part of the weight `[out, size]` that is wanted: spans of rows, or one of columns.
             Only its words of codes are read; scales and zero points, which are few, are read whole.
             A cut through groups makes smaller groups. Where the columns of a group are apart
             ("act-order"), these are also filled up.
-    The tensors must be those of `stored_tensors`, with no `wrong_values`.
     """
     return _Reader(scheme, get, out, size, cut).weight()
 
@@ -173,13 +161,8 @@ class _Reader:
         self.cut = None if cut is None else cut.within((out, size)[cut.dim])
 
     def weight(self) -> Weight:
-        if self.scheme.storage == "packed":
-            return self.packed()
-        if self.scheme.storage == "gptq":
-            return self.gptq()
-        if self.scheme.storage == "awq":
-            return self.awq()
-        return self.eight_bits()
+        packed = {"packed": self.packed, "gptq": self.gptq, "awq": self.awq}
+        return packed.get(self.scheme.storage, self.eight_bits)()
 
     def needed(self, name: str, cut: Cut | None = None) -> Tensor:
         tensor = self.get(name, cut)

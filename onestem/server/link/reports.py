@@ -78,18 +78,17 @@ class Deltas:
             if one is None:
                 unusual.append(state)
                 continue
-            sequence, sent = one.sequence, one.sent
-            sampled, text = sequence.tokens, sequence.text
-            first, version = sequence.weights[-1]
-            count = len(sampled) - sequence.num_prompt
+            sequence, answer, sent = one.sequence, one.sequence.answer, one.sent
+            first, version = answer.weights[-1]
+            count = len(sequence.tokens) - sequence.num_prompt
             is_new = count > first and version == tokens.weights_version
             if count != sent.tokens + 1 or not is_new:
                 unusual.append(state)
                 continue
             numbers.append(one.number)
-            ids.append(sampled[-1])
-            tokens.texts.append(text[sent.text :])
-            sent.tokens, sent.text = sent.tokens + 1, len(text)
+            ids.append(sequence.tokens[-1])
+            tokens.texts.append(answer.text[sent.text :])
+            sent.tokens, sent.text = sent.tokens + 1, len(answer.text)
         tokens.requests.extend(numbers)
         tokens.indices.extend([0] * len(numbers))
         tokens.token_ids.extend(ids)

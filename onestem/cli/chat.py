@@ -1,0 +1,168 @@
+"""`onestem chat`: a conversation at a terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onestem.cli import options
+from onestem.options import EngineOptions
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+    from onestem.request import Answer, SamplingParams
+
+__all__ = ["Conversation", "chat"]
+
+HELP = """/system TEXT  begin again with this system prompt; without TEXT show it
+/reset        begin again, with the same system prompt
+/stats        what the last answer cost, and what was shared
+/bye          leave (Ctrl-D too); Ctrl-C ends an answer
+A line that ends in \\ goes on in the next."""
+
+
+@options.with_options
+def chat(
+    context: typer.Context,
+    engine: EngineOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 2048,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy (default: the model's).")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Nucleus mass (default: the model's).")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
+    ] = None,
+) -> None:
+    """Talk to a model. Each turn computes only what is new: the conversation before it is in KV
+    memory. /help lists commands. Without a terminal each line of the input is a message."""
+    from onestem.errors import ConfigError
+    from onestem.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=engine.seed
+    )
+    llm = options.load_llm(options.named_model(context, engine, name))
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{llm.name} has no chat template: `onestem generate` goes on with a text"
+        )
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  (editing and history in `input`)
+
+        print(f"{llm.name}: /help lists commands, Ctrl-D leaves", file=sys.stderr)
+    # The first Ctrl-C ends an answer, not the command.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    talk(Conversation(llm, params, system), _lines(is_terminal))
+
+
+def talk(conversation: Conversation, lines: Iterator[str]) -> None:
+    """Answer the lines; one that begins with / is a command."""
+    from onestem.errors import RequestError
+
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word in ("/bye", "/exit", "/quit"):
+            return
+        if word == "/system" and rest.strip():
+            conversation.begin(rest.strip())
+        elif word == "/system":
+            print(conversation.system or "there is no system prompt", file=sys.stderr)
+        elif word == "/reset":
+            conversation.begin(conversation.system)
+        elif word == "/stats":
+            print(conversation.stats(), file=sys.stderr)
+        elif word == "/help":
+            print(HELP, file=sys.stderr)
+        elif word.startswith("/") and word[1:].isalpha():
+            print(f"there is no command {word}: /help lists them", file=sys.stderr)
+        elif line.strip():
+            try:
+                conversation.answer(line, lambda piece: print(piece, end="", flush=True))
+            except RequestError as error:
+                print(f"{error} (/reset begins again)", file=sys.stderr)
+                continue
+            print()
+
+
+class Conversation:
+    """Messages, and the answer to the last of them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.system: str | None = None
+        self._llm, self._params = llm, params
+        self._last: Answer | None = None
+        self._seconds = 0.0
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget what was said."""
+        self.system = system
+        self.messages = [{"role": "system", "content": system}] if system is not None else []
+
+    def answer(self, text: str, write: Callable[[str], None]) -> None:
+        """Write the answer to a message, piece by piece. Both are part of the conversation
+        afterwards, the answer as far as it came if Ctrl-C ended it.
+
+        Raises:
+            RequestError: the message is not answered, and is not part of the conversation.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        said, began = "", time.monotonic()
+        stream = self._llm.stream_chat(asked, self._params, output_kind="delta")
+        try:
+            for self._last in stream:
+                said += self._last.outputs[0].text
+                write(self._last.outputs[0].text)
+        except KeyboardInterrupt:
+            write(" [ended]")
+        finally:
+            stream.close()
+        self._seconds = time.monotonic() - began
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+    def stats(self) -> str:
+        """What the last answer cost."""
+        if self._last is None:
+            return "nothing was answered yet"
+        cost = self._last.metrics
+        assert cost.first_token_time is not None  # a piece came
+        first = cost.first_token_time - cost.arrival_time
+        rate = (cost.num_output_tokens - 1) / max(self._seconds - first, 1e-9)
+        return (
+            f"prompt {cost.num_prompt_tokens} tokens: {cost.num_cached_tokens} shared with what "
+            f"was computed before, {cost.num_computed_tokens} computed; first token after "
+            f"{first:.2f} s; answer {cost.num_output_tokens} tokens, {rate:.1f} a second; KV "
+            f"memory holds {self._llm.kv_tokens} tokens"
+        )
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """What is typed, or lines of the standard input."""
+    if not is_terminal:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            line = input(">>> ")
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + input("... ")
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        yield line
