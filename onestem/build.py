@@ -70,6 +70,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
+        tokenizer = Tokenizer.from_directory(path)  # before the weights: it may be refused
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
         decoder = (load_decoder if team is None else team.load_decoder)(
             path,
@@ -81,7 +82,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         num_pages = _num_pages(options, config, decoder, device, team)
         engine = Engine(
             decoder,
-            Tokenizer.from_directory(path),
+            tokenizer,
             GenerationDefaults.from_directory(path),
             options.replace(
                 device=str(device),

@@ -35,7 +35,8 @@ NEEDED_BY = (
 def models(
     engine: Annotated[EngineOptions, options.Only(*NEEDED_BY)],
     model: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
+        str | None,
+        typer.Argument(metavar="DIR", help="Directory, GGUF file, shape:NAME, or hub name."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Read the weights, and show the errors of their format.")
@@ -46,8 +47,8 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """List the supported families of models. With a directory: show what the model would need on
-    this machine, and whether its files are complete. No weights are loaded.
+    """List the supported families of models. With a directory or a GGUF file: show what the model
+    would need on this machine, and whether its files are complete. No weights are loaded.
 
     With --check quantised weights are read layer by layer, and the relative errors of products of
     random rows are shown. With --quantization or --original, errors of weights are shown too. Plain

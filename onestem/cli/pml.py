@@ -202,7 +202,8 @@ def memory(
     models: Annotated[
         list[str],
         typer.Option(
-            "--model", help="Model directory, hub name, or a config.json (may be repeated)."
+            "--model",
+            help="Model directory, GGUF file, hub name, or a config.json (may be repeated).",
         ),
     ],
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes of a number.", min=1)] = 2,

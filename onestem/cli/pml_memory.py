@@ -8,17 +8,22 @@ from typing import Any
 
 from onestem.errors import ConfigError
 from onestem.models.find import find_model
+from onestem.models.gguf.architectures import config_fields
+from onestem.models.gguf.file import is_gguf
 
 __all__ = ["find_config"]
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """The values of a model's `config.json`; `model` may be that file, its folder, or a name.
+    """The values of a model's `config.json`; `model` may be that file, its folder, a GGUF file, or
+    a name.
 
     Raises:
         ConfigError: there is none, or it is not JSON.
     """
     path = Path(model)
+    if is_gguf(path):
+        return dict(config_fields(path).values)
     if not path.is_file():
         path = find_model(model) / "config.json"
     try:

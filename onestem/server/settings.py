@@ -108,26 +108,6 @@ class Settings(Options):
         return self
 
     @property
-    def max_body_bytes(self) -> int:
-        """`max_body` in bytes."""
-        return parse_memory(self.max_body)
-
-    @property
-    def max_bodies_bytes(self) -> int:
-        """`max_bodies` in bytes."""
-        return parse_memory(self.max_bodies)
-
-    @property
-    def max_file_bytes(self) -> int:
-        """`max_file` in bytes."""
-        return parse_memory(self.max_file)
-
-    @property
-    def max_key_files_bytes(self) -> int:
-        """`max_key_files` in bytes."""
-        return parse_memory(self.max_key_files)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the model in requests; the first is shown."""
         return self.served_model_name or (str(self.engine.model),)

@@ -15,12 +15,12 @@ from onestem.server.api.streams import EventStream
 from onestem.server.errors import ApiError
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Answered, Ask, Delta
-from onestem.server.link.open_requests import _Entry
+from onestem.server.link.open_requests import OpenRequest
 from tests.server.harness import running
 
 OF_A_CALL = (
     Answered, ApiError, Ask, Asked, Call, Delta, EventStream, HalfOpenProtocol, Inbox, Request,
-    SamplingParams, _Entry,
+    SamplingParams, OpenRequest,
 )  # fmt: skip
 SCHEMA = {
     "type": "json_schema",

@@ -25,11 +25,13 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
+from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
 from onestem.engine.text.vocabulary import Vocabulary
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError, first_line
 from onestem.models.fields import read_json
+from onestem.models.gguf.file import open_gguf
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm
 from onestem.rawtext import RawText
@@ -82,7 +84,8 @@ class Tokenizer(Vocabulary):
         self.bos_token_id: int | None = hugging_face.bos_token_id
         self.eos_token_id: int | None = hugging_face.eos_token_id
         named = (self.eos_token_id, getattr(hugging_face, "eot_token_id", None))
-        self.end_ids = tuple(token for token in named if token is not None)
+        ends = (*named, *getattr(hugging_face, "turn_end_ids", ()))
+        self.end_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
         unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
         #: takes an argument's place while a module is encoded alone (PML)
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
@@ -91,26 +94,18 @@ class Tokenizer(Vocabulary):
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model directory; None where it has none.
+        """The tokenizer of a model directory or of a GGUF file; None where it has none.
 
         Raises:
             ConfigError: its files cannot be read.
             UnsupportedError: see the class.
         """
         directory = Path(path)
-        check_files(directory)
-        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        from transformers import AutoTokenizer
-
         try:
-            loaded = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
+            loaded = (
+                read_tokenizer(open_gguf(directory)) if directory.is_file() else _read(directory)
             )
-            of_processor = directory / "chat_template.json"  # where older processors have it alone
-            if not loaded.chat_template and of_processor.is_file():
-                loaded.chat_template = read_json(of_processor).get("chat_template")
-            return cls(loaded)
+            return None if loaded is None else cls(loaded)
         except OnestemError:
             raise
         except BaseException as error:  # whatever its files make the libraries raise
@@ -335,3 +330,19 @@ class Tokenizer(Vocabulary):
     def marker(self) -> Marker:
         """Tells a template's control tokens from those that messages mention; made once."""
         return Marker(self._text, self._names, self._special)
+
+
+def _read(directory: Path) -> Any | None:
+    """The tokenizer of `transformers` in a directory; None where it has none."""
+    check_files(directory)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
+    of_processor = directory / "chat_template.json"  # where older processors have it alone
+    if not loaded.chat_template and of_processor.is_file():
+        loaded.chat_template = read_json(of_processor).get("chat_template")
+    return loaded
