@@ -13,7 +13,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -139,20 +138,6 @@ class Options(Checked):
         """The environment variable of a field."""
         words = (PREFIX, cls.table, cls.offered()[name])
         return "_".join(word for word in words if word).replace("-", "_").upper()
-
-    def flags(self) -> list[str]:
-        """Command line arguments that give these options."""
-        return [
-            _argument(named, getattr(self, name))
-            for name, named in self.offered().items()
-            if name in self.model_fields_set and getattr(self, name) is not None
-        ]
-
-
-def _argument(named: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{named}" if value else f"--no-{named}"
-    return f"--{named}={value}"
 
 
 class EngineOptions(Options):
@@ -364,21 +349,6 @@ def _dtype_name(dtype: Any) -> Any:
     return name
 
 
-# ----------------------------------------------------------------------------- defaults
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place that gives options: a variable, or a file.
-
-    Attributes:
-        name: for people. values: by field; not checked yet.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-
-
 class Defaults:
     """Options from the environment and a file; the environment goes before the file.
 
@@ -399,8 +369,9 @@ class Defaults:
         self.file = file or (Path(os.path.expanduser(named)) if named else None)
         self._tables = {} if self.file is None else _read(self.file)
 
-    def sources(self, kind: type[Options]) -> Iterator[Source]:
-        """Sources that give options of `kind`, each going before the ones listed earlier."""
+    def sources(self, kind: type[Options]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names of the file and of variables that give options of `kind`, and values by field, not
+        checked yet. Each goes before those listed earlier."""
         table = self._tables if not kind.table else self._tables.get(kind.table, {})
         if self.file is not None:
             values: dict[str, Any] = {}
@@ -409,11 +380,11 @@ class Defaults:
                 if name in values:
                     raise ConfigError(f"{self.file}: {key} stands twice, with _ and with -")
                 values[name] = table[key]
-            yield Source(str(self.file), values)
+            yield str(self.file), values
         for name in kind.offered():
             text = self._environment.get(kind.variable(name), "")
             if text:
-                yield Source(kind.variable(name), {name: _parsed(kind, name, text)})
+                yield kind.variable(name), {name: _parsed(kind, name, text)}
 
     def options(
         self, kind: type[Given], given: Mapping[str, Any] | None = None
@@ -428,13 +399,13 @@ class Defaults:
         """
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
-        for source in self.sources(kind):
+        for source, said in self.sources(kind):
             try:
-                kind(**source.values)
+                kind(**said)
             except ConfigError as error:
-                raise ConfigError(f"{source.name}: {error}") from None
-            values |= source.values
-            origins |= dict.fromkeys(source.values, source.name)
+                raise ConfigError(f"{source}: {error}") from None
+            values |= said
+            origins |= dict.fromkeys(said, source)
         values |= given or {}
         origins |= dict.fromkeys(given or {}, "given")
         return kind(**values), origins
@@ -481,15 +452,13 @@ def _field(kind: type[Options], key: str, file: Path) -> str:
     if name is None:
         spellings = {named: named.replace("-", "_") for named in (*TABLES, *names)}
         told = way_out(
-            key.replace("-", "_"), kind.beside, lambda ours: _spelled_in_file(kind, ours)
+            key.replace("-", "_"),
+            kind.beside,
+            lambda ours: kind.offered().get(ours, ours).replace("-", "_"),
         )
         hint = told or _nearest(key.replace("_", "-"), spellings)
         raise ConfigError(f"{file}: there is no option {key!r}{hint}")
     return name
-
-
-def _spelled_in_file(kind: type[Options], name: str) -> str:
-    return kind.offered().get(name, name).replace("-", "_")
 
 
 def _parsed(kind: type[Options], name: str, text: str) -> Any:
@@ -502,9 +471,6 @@ def _parsed(kind: type[Options], name: str, text: str) -> Any:
         wanted = words(kind.model_json_schema()["properties"][name])
         variable = kind.variable(name)
         raise ConfigError(f"{variable} is {text!r}, expected {wanted}") from None
-
-
-# ----------------------------------------------------------------------------- Python
 
 
 def takes(

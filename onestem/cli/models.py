@@ -50,9 +50,8 @@ def models(
     """List the supported families of models. With a directory or a GGUF file: show what the model
     would need on this machine, and whether its files are complete. No weights are loaded.
 
-    With --check quantised weights are read layer by layer, and the relative errors of products of
-    random rows are shown. With --quantization or --original, errors of weights are shown too. Plain
-    weights have no such errors.
+    With --check the relative errors of products of quantised weights with random rows are shown;
+    with --quantization or --original, errors of weights too.
 
     Exit code: 0 if it would run, 1 if files are missing or memory is too small, 2 if it is not
     supported.

@@ -13,6 +13,7 @@ __all__ = ["layout_facts", "layout_lines", "prompt_facts", "prompt_lines"]
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
+    """A schema's modules, texts and parameters with their positions, for JSON."""
     return {
         "name": layout.schema.name,
         "positions": layout.end,
@@ -42,6 +43,7 @@ def _block_facts(block: Block) -> dict[str, Any]:
 
 
 def layout_lines(layout: Layout, ids: bool) -> Iterator[str]:
+    """The same as lines: first and last position, number of positions, what is there."""
     limit = "" if layout.max_positions is None else f" of {layout.max_positions}"
     yield f"schema {layout.schema.name}: {layout.end} positions{limit}"
     yield from _block_lines(layout.root, 0, ids)
@@ -91,10 +93,8 @@ def _ids(token_ids: list[int]) -> str:
     return f"{'':22}{' '.join(map(str, token_ids))}"
 
 
-# --- show: a prompt ----------------------------------------------------------------------------
-
-
 def prompt_facts(compiled: CompiledPrompt) -> dict[str, Any]:
+    """A prompt's segments and what each attends to, for JSON."""
     return {
         "schema": compiled.schema,
         "isolation": compiled.isolation,
@@ -118,6 +118,7 @@ def _segment_facts(segment: Segment) -> dict[str, Any]:
 
 
 def prompt_lines(compiled: CompiledPrompt, tokenizer: Tokenizer, ids: bool) -> Iterator[str]:
+    """The same as lines, with the beginning of each segment's text."""
     yield (
         f"prompt, {compiled.isolation}: {compiled.num_cached_tokens} cached and "
         f"{compiled.num_computed_tokens} computed tokens, the answer begins at position "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from onestem.ops.sampling.noise import noise_bits, waiting_times
 from onestem.ops.sampling.reference import draw
 from onestem.ops.triton.sampling import TritonSampling
 from tests.ops.cpu_isas import EVERY_ISA
+from tests.soak import soaked
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -251,8 +254,10 @@ def test_other_bits_change_a_token_seldom(noise, spread):
 # ------------------------------------------------------------------------------- the rest
 
 
-@pytest.mark.parametrize("name", [*EVERY, "triton"])
-@pytest.mark.parametrize("vocab", [1, 2500])
+@pytest.mark.parametrize(
+    ("name", "vocab"),
+    [*product(EVERY, (1, 2500)), ("triton", 1), soaked("triton", 2500)],
+)
 def test_log_probabilities_leading_tokens_and_ranks(name, vocab):
     impl, device = (TritonSampling(), DEVICE) if name == "triton" else (EVERY[name], CPU)
     rows = 3 if name == "triton" else 20
