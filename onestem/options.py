@@ -151,8 +151,9 @@ class EngineOptions(Options):
     beside: ClassVar[Mapping[str, Name]] = ENGINE
 
     model: Path_ = Field(default=EMBEDDED, kw_only=False)
-    """Model directory, GGUF file, hub name (owner/name), 'embedded', or 'shape:NAME': a size with
-    random weights (docs/models.md)."""
+    """Model directory, GGUF file, hub name (owner/name), short name of a model of this machine
+    (`onestem models` lists them), 'embedded', or 'shape:NAME': a size with random weights
+    (docs/models.md)."""
 
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""

@@ -162,7 +162,7 @@ def test_env():
 
 
 def test_models_lists_families():
-    known = json.loads(onestem("models", "--json").stdout)
+    known = json.loads(onestem("models", "--json").stdout)["families"]
     assert tuple(known) == tuple(FAMILIES)
     assert "Gemma 3 270M and 1B" in onestem("models").stdout
 
