@@ -258,6 +258,7 @@ def test_chat(llm):
     assert len(two) == 2
     assert one[0].outputs[0].token_ids == two[0].outputs[0].token_ids
     assert one[0].prompt_token_ids == llm.tokenizer.apply_chat_template(question)
+    assert llm.chat([], params) == llm.chat([], [params]) == []
 
 
 def test_chat_that_goes_on_and_variables_of_the_template(llm):

@@ -8,7 +8,6 @@ from typing import Any
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.pml import Block, CompiledPrompt, Layout, Segment, Slot, Span
-from onestem.pml.nodes import modules_of
 
 __all__ = ["layout_facts", "layout_lines", "prompt_facts", "prompt_lines"]
 
@@ -47,12 +46,10 @@ def layout_lines(layout: Layout, ids: bool) -> Iterator[str]:
     """The same as lines: first and last position, number of positions, what is there."""
     limit = "" if layout.max_positions is None else f" of {layout.max_positions}"
     yield f"schema {layout.schema.name}: {layout.end} positions{limit}"
-    yield from _block_lines(layout, layout.root, 0, ids)
+    yield from _block_lines(layout.root, 0, ids)
 
 
-def _block_lines(layout: Layout, block: Block, depth: int, ids: bool) -> Iterator[str]:
-    body = layout.schema.body if block.module is None else block.module.body
-    union_of = {module.name: union for module, union in modules_of(body)}
+def _block_lines(block: Block, depth: int, ids: bool) -> Iterator[str]:
     parts: list[Span | Slot | Block] = [*block.items, *block.children]
     parts.sort(key=lambda part: part.start if isinstance(part, Block) else part.position)
     opened = None
@@ -61,15 +58,15 @@ def _block_lines(layout: Layout, block: Block, depth: int, ids: bool) -> Iterato
             yield from _item_lines(part, depth, ids)
             continue
         assert part.module is not None
-        union = union_of[part.module.name]
+        union = part.union
         if union is not None and union is not opened:
-            members = [child for child in block.children if union_of[child.path[-1]] is union]
+            members = [child for child in block.children if child.union is union]
             yield _line(part.start, max(m.end for m in members), depth, "union")
         opened = union
         inner = depth + (union is not None)
         uncached = "" if part.cached else " (computed for each request)"
         yield _line(part.start, part.end, inner, f"module {part.module.name}{uncached}")
-        yield from _block_lines(layout, part, inner + 1, ids)
+        yield from _block_lines(part, inner + 1, ids)
 
 
 def _item_lines(item: Span | Slot, depth: int, ids: bool) -> Iterator[str]:

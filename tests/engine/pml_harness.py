@@ -27,11 +27,11 @@ from onestem.pml import (
     Union,
     compile_prompt,
     lay_out,
-    visible,
 )
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
+from tests.pml.mask import visible
 
 Seen = dict[tuple[str, int, int], Tensor]
 
