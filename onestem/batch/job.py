@@ -27,7 +27,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ from onestem.batch.spool import (
     Spool,
     SpooledError,
     SpooledRequest,
+    as_begun,
     spool_facts,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
 from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
-from onestem.request import RequestOutput, is_masked
+from onestem.request import Request, RequestOutput, is_masked
 
 __all__ = ["run_job"]
 
@@ -245,7 +246,7 @@ class _Job:
                 self.source,
                 self.place,
                 self.identity.job,
-                self.rules,
+                replace(self.rules, validate=self._check),
                 on_chunk=self._tell_read,
                 chunk_lines=self.chunk_lines,
                 first_lines=self.first_lines,
@@ -260,6 +261,13 @@ class _Job:
                 self.place.discard_spool()
             raise
         self.place.write_manifest(self.identity.record() | {"spool": facts | self.rules.checked})
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never be answered, read as the job began."""
+        params = as_begun(request.params, self.identity.whitespace)
+        if params is not request.params:
+            request = replace(request, params=params)
+        self.rules.validate(request)
 
     def _tell_read(self, num_bytes: int) -> None:
         self.tell(Progress(stage="read", done=num_bytes, total=self.survey.num_bytes))
