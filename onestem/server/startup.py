@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.models.config import ModelConfig
+from onestem.models.gguf.file import open_gguf
 from onestem.server.logs import log
 from onestem.server.served_model import ServedModel
 from onestem.server.settings import Settings
@@ -21,7 +22,8 @@ def say_loading(settings: Settings, path: Path) -> None:
     """Log that a model was found, and that its weights are loaded next."""
     log.info("model_found", model=str(settings.engine.model), path=str(path))
     made_up = settings.engine.makes_weights_up
-    size = 0 if made_up else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    files = open_gguf(path).parts if path.is_file() else path.glob("*.safetensors")
+    size = 0 if made_up else sum(file.stat().st_size for file in files)
     log.info("loading", weights_bytes=size, dtype=ModelConfig.from_directory(path).torch_dtype)
 
 

@@ -73,8 +73,7 @@ def load(options: EngineOptions) -> Engine:
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
     engine = build_engine(options)
     answers = engine.scheduler.answers
-    if answers.limit.most is not None:
-        answers.most_of_jobs = answers.limit.most // JOBS_SHARE
+    answers.most_of_jobs = answers.limit.most // JOBS_SHARE
     return engine
 
 
