@@ -9,6 +9,7 @@ from pathlib import Path
 from onestem import beside_vllm
 from onestem.errors import ConfigError
 from onestem.models.gguf.file import is_gguf
+from onestem.models.local import find_local
 from onestem.native import native
 from onestem.options import EMBEDDED
 from onestem.shapes import find_shape, is_shape
@@ -32,8 +33,8 @@ _FORMATS |= dict.fromkeys((".pt", ".pth", ".ckpt", ".h5", ".msgpack"), _FORMATS[
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The directory of a model: the embedded one, a shape, a directory, or a name on the hub; or a
-    GGUF file.
+    """The directory of a model: the embedded one, a shape, a directory, or a name on the hub; a
+    GGUF file; or either by the short name of a model that is on this machine.
 
     Raises:
         ConfigError: it is none of them, or cannot be fetched.
@@ -54,7 +55,12 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         what, way_out = _FORMATS.get(path.suffix.lower(), ("a file", "give a model's directory"))
         raise ConfigError(f"model {name!r} is {what}: {way_out}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ConfigError(f"model {name!r} is no directory and no hub name (owner/name)")
+        if (here := find_local(name)) is not None:
+            return here
+        raise ConfigError(
+            f"model {name!r} is no directory, no hub name (owner/name) and no model of this "
+            "machine: `onestem models` lists them"
+        )
     from huggingface_hub import snapshot_download
 
     try:

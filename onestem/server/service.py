@@ -12,6 +12,7 @@ from typing import Any
 from onestem.batch.identity import model_identity
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
+from onestem.models.local import names_of
 from onestem.options import parse_memory
 from onestem.planner import planner_of
 from onestem.server.errors import EngineDownError
@@ -54,7 +55,8 @@ class Service:
             stream_interval=settings.stream_interval,
             engine_timeout=settings.engine_timeout,
         )
-        self.model = ServedModel(settings.names, tokenizer, self.client)
+        names = settings.served_model_name or names_of(str(settings.engine.model), path)
+        self.model = ServedModel(names, tokenizer, self.client)
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         positions = ModelConfig.from_directory(path).max_position_embeddings
         self.schemas = Schemas(self.client, tokenizer, positions, self.store)
@@ -152,7 +154,7 @@ class Service:
             "token_bytes": None if tokenizer is None else tokenizer.token_bytes,
             "model_identity": self._identity,
             "model_name": str(self.settings.engine.model),
-            "model_names": self.settings.names,
+            "model_names": self.model.names,
             "options": dict(facts.options.job_identity(self.settings.engine)),
             "planner": planner_of(facts.options, facts.kv_tokens),
             "max_model_len": facts.max_model_len,

@@ -115,7 +115,7 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
 
 def test_a_line_that_names_another_model_gets_an_error(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model) as server, server.http() as http:
-        names = [server.service.settings.names[0], "gpt"]
+        names = [server.service.model.names[0], "gpt"]
         raw = [
             json.dumps({
                 "custom_id": name, "method": "POST", "url": "/v1/completions",

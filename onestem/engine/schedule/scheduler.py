@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from onestem.cache import PrefixCache
-from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
+from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.chunks import PromptChunks
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.lane import Lane
@@ -76,13 +76,12 @@ class Scheduler:
         pins: PinnedPrefixes,
         *,
         limits: StepLimits,
+        answers: AnswerMemory,
         max_num_seqs: int | None = None,
-        answers: AnswerMemory | None = None,
         lookahead_tokens: int = 32,
         free_rows: int = 0,
     ) -> None:
-        no_limit = AnswerLimit(most=None, max_model_len=1, kv_tokens=1)
-        self.answers = answers or AnswerMemory(no_limit)
+        self.answers = answers
         self.limits = limits
         self.factory = factory
         self.interactive = Lane(is_job=False)

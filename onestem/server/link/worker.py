@@ -73,8 +73,7 @@ def load(options: EngineOptions) -> Engine:
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
     engine = build_engine(options)
     answers = engine.scheduler.answers
-    if answers.limit.most is not None:
-        answers.most_of_jobs = answers.limit.most // JOBS_SHARE
+    answers.most_of_jobs = answers.limit.most // JOBS_SHARE
     return engine
 
 
@@ -189,10 +188,10 @@ class Worker:
             took = True
             self._num_taken += not isinstance(message, Answered)
             self.take(message)
-        # An idle engine lets all in: no running request would be delayed.
-        num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
         num_held = self._engine.requests.queue.interactive.num_held
-        self._admission_window.look(num_streams, num_held)
+        if num_held:  # an idle engine lets all in: no running request would be delayed
+            num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
+            self._admission_window.look(num_streams, num_held)
         return took
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from itertools import islice
 
-from onestem.pml import CompiledPrompt, Encoding, encoding_prompts
+from onestem.pml import CompiledPrompt, Encoding
 from onestem.request import ONE_TOKEN, Request, RequestOutput
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
@@ -33,7 +33,7 @@ async def compute_modules(
     news: asyncio.Queue[JobNews] = asyncio.Queue()
     client.jobs.open(job, news.put_nowait)
     try:
-        prompts = enumerate(encoding_prompts(encoding))
+        prompts = enumerate(encoding.prompts())
         while part := [
             _request(f"{job}/{number}", compiled, cache_salt, common)
             for number, compiled in islice(prompts, WINDOW)
