@@ -71,9 +71,9 @@ def test_batches_over_restarts_of_every_kind(tmp_path, count):
         ids = [create(server.http, lines(number))["id"] for number in range(count)]
         server.command.send(signal.SIGTERM)
         server.command.wait(WAIT)
-    # Each server ends in the middle of a batch, or its engine does, at an answer of its own.
-    for number in range(count):
-        way = next(ways)
+    # Each server ends in the middle of a batch, or its engine does, at an answer of its own. The
+    # last one goes on without its engine.
+    for number, way in zip(range(count - 1), ways, strict=False):
         at = None if way is None else (LINES // 2 + number % 3, way)
         memory = ("64MiB", "2MiB", "512KiB")[number % 3]
         with closing(Server(state, "--kv-memory", memory, signal_after=at)) as server:
@@ -83,6 +83,8 @@ def test_batches_over_restarts_of_every_kind(tmp_path, count):
             else:
                 server.command.until(lambda: False, WAIT)
     with closing(Server(state)) as server:
+        os.kill(engine_pid(server.http), signal.SIGKILL)
+        server.command.until(lambda: bool(server.events("job_completed")), WAIT)
         batches = [ended(server.http, batch_id) for batch_id in ids]
         assert [batch["status"] for batch in batches] == ["completed"] * count
         assert {batch["errors"] for batch in batches} == {None}
