@@ -169,18 +169,16 @@ class EngineOptions(Options):
     float16."""
 
     quantization: Quantize | None = Field(default=None, json_schema_extra={"identity": True})
-    """Round the layers' weights when they are loaded: fp8 or int8 per channel (products round their
-    rows likewise), int4 in groups of 128; on a CPU int8 and int4 round the head too, to int8
-    (default: as the checkpoint has them)."""
+    """Round the layers' weights when they are loaded: fp8 or int8 per channel, int4 in groups of
+    128 (docs/models.md) (default: as the checkpoint has them)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Devices that hold the model together, each a part of it, with a process for each: GPUs from
-    the device on, or processes on the CPU (docs/tensor-parallel.md)."""
+    """Devices that hold the model together: GPUs from the device on, or processes on the CPU
+    (docs/tensor-parallel.md)."""
 
     kv_memory: Memory = "auto"
-    """KV memory: auto, bytes, or like 2GiB, of each of the devices that hold a model together.
-    auto: 90% of what is free on a GPU (less where a step needs more than the rest), on a CPU the
-    lesser of 4 GiB and a quarter of the RAM, for all of them."""
+    """KV memory of each device: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU, on a
+    CPU the lesser of 4 GiB and a quarter of the RAM."""
 
     max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
     """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
@@ -197,9 +195,8 @@ class EngineOptions(Options):
     """Maximum sequences that run at once (default: as many as KV memory holds)."""
 
     answer_memory: Memory = "auto"
-    """Host memory that log-probabilities of running requests may take, and answers of n above 1:
-    auto (a quarter of the RAM), bytes, or like 2GiB. Requests wait for it; one that may need more
-    alone is refused."""
+    """Host memory for log-probabilities of running requests, and for answers of n above 1: auto (a
+    quarter of the RAM), bytes, or like 2GiB."""
 
     max_passed: int = Field(default=MAX_PASSED, ge=0)
     """Maximum later requests that go before one that waits, because their prefix is in the cache;
@@ -234,8 +231,8 @@ class EngineOptions(Options):
     logprobs_mode: LogprobsMode = Field(
         default="raw_logprobs", json_schema_extra={"identity": True}
     )
-    """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs
-    (what the token was drawn from: after penalties, masks, temperature, top-k, top-p and min-p)."""
+    """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs (of
+    what the token was drawn from)."""
 
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}
@@ -309,8 +306,7 @@ class InputOptions(Options):
 
     parse_special: bool | None = None
     """Read names of control tokens in prompts and texts as these tokens, or as characters, where a
-    request does not say it (default: tokens; in a value that has text of its template beside it,
-    characters). In chats and PML they are always characters."""
+    request does not say it (default: docs/inputs.md)."""
 
     body: str | None = Field(default=None, json_schema_extra={"metavar": "JSON"})
     """What else each request says: {"max_tokens": 64}."""

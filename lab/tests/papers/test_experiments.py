@@ -119,7 +119,7 @@ def one_of_each_kind() -> Iterator[object]:
         known.add(kind)
 
 
-@pytest.mark.parametrize("name", one_of_each_kind())
+@pytest.mark.parametrize("name", list(one_of_each_kind()))
 def test_each_runs(name, bench, untold):
     experiment = cut(EXPERIMENTS[name])
     result = run_experiment(experiment, untold if name in OWN_MODEL else bench, "command")
