@@ -13,7 +13,7 @@ from onestem.engine.engine import Engine
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.weights import load_decoder
-from onestem.ops import TorchLayers
+from onestem.ops.layers import rotated
 from onestem.pml import (
     CompiledPrompt,
     Encoding,
@@ -31,7 +31,7 @@ from onestem.pml import (
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
-from tests.pml.mask import visible
+from tests.pml.mask import segment_of, visible
 
 Seen = dict[tuple[str, int, int], Tensor]
 
@@ -116,7 +116,7 @@ def whole(compiled: CompiledPrompt, new: Sequence[int]) -> tuple[Tensor, Tensor,
     mask = np.zeros((len(ids), len(ids)), bool)
     count = compiled.num_tokens
     mask[:count, :count] = visible(compiled)
-    kinds = np.array([segment.kind for segment in compiled.segments])[compiled.segment_of]
+    kinds = np.array([segment.kind for segment in compiled.segments])[segment_of(compiled)]
     mask[count:, :count] = kinds != "placeholder"
     mask[count:, count:] = np.tril(np.ones((len(new), len(new)), bool))
     positions = np.concatenate([compiled.positions, after])
@@ -152,7 +152,7 @@ def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
         bias = -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
 
     def attend(layer, qkv, heads, angles):
-        q, k, v = (x.double() for x in TorchLayers().rotated(qkv, heads, angles))
+        q, k, v = (x.double() for x in rotated(qkv, heads, angles))
         read = config.kv_layers[layer]
         if read == layer:
             held[layer] = k, v

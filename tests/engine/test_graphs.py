@@ -78,8 +78,8 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engines, "make_runner", Replayed)
 
     def make(max_words: int, family: str = "llama") -> Engine:
-        def workspace(**options) -> Workspace:
-            return Workspace(**{**options, "max_words": max_words})
+        def workspace(*made, **options) -> Workspace:
+            return Workspace(*made, **{**options, "max_words": max_words})
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
         decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")

@@ -16,8 +16,8 @@ from onestem.engine.sampling.pending import Sampled
 from onestem.engine.sampling.rows import SamplingDefaults, SamplingRow
 from onestem.engine.sampling.sampler import LOWEST_TEMPERATURE, Sampler, Step
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
-from onestem.ops.sampling.reference import draw
 from onestem.request import SamplingParams
+from tests.ops.reference_sampling import draw
 
 INFINITY = float("inf")
 
