@@ -3,7 +3,8 @@
     python -m onestem_lab.gguf_tokens tokenizer.json PRE|FILE.gguf [--texts 10000] [--seed 0]
 
 With the name of a splitting (`qwen2`), the vocabulary is written into a GGUF file as llama.cpp's
-converter does. With a GGUF file, its own fields are read. Texts are made of words of several
+converter does (in the root of a clone). With a GGUF file, its own fields are read.
+Texts are made of words of several
 scripts, code, numbers, emoji, marks, blanks, names of tokens, and characters from all of Unicode.
 Exit code 1 where a text has other ids.
 """
@@ -18,14 +19,13 @@ import tempfile
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
 from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.models.gguf.file import open_gguf
+from tests.models.as_gguf import vocabulary, write_file
 
 _TEXT = """the quick brown Fox's DON'T we'll I'd they've camelCase snake_case HTTPServer x86_64
     für Grüße façade naïve Ærø Straße İstanbul ΑΒΓ αβγ привет МОСКВА ёж עברית שלום العربية مرحبا
@@ -51,7 +51,10 @@ def main() -> None:
         file = Path(options.file)
         if not file.is_file():
             file = Path(folder) / "vocabulary.gguf"
-            write(json.loads(options.json.read_text()), options.file, file)
+            fields = vocabulary(json.loads(options.json.read_text()), options.file)
+            rows = np.zeros((len(fields["tokenizer.ggml.tokens"]), 1), np.float32)
+            fields["general.architecture"] = "llama"
+            write_file(file, fields, {"token_embd.weight": rows})
         ours = read_tokenizer(open_gguf(file)).backend_tokenizer
     names = [token.content for token in truth.get_added_tokens_decoder().values()]
     texts = make(options.texts, options.seed, names)
@@ -98,42 +101,6 @@ def make(count: int, seed: int, names: list[str]) -> list[str]:
         "".join(word() + draw.choice(BLANKS) for _ in range(draw.randint(1, 24)))
         for _ in range(count)
     ]
-
-
-def write(whole: dict[str, Any], pre: str, file: Path) -> None:
-    """A vocabulary of a `tokenizer.json`; pieces (`pre` is `default`) get scores by the place of
-    their first merge."""
-    model, pieces = whole["model"], pre == "default"
-    added = {one["id"]: one for one in whole["added_tokens"]}
-    texts = {id: text for text, id in model["vocab"].items()}
-    texts |= {id: one["content"] for id, one in added.items()}
-    kinds = {id: 3 if one["special"] else 4 for id, one in added.items()}
-    size = max(texts) + 1
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_tokenizer_model("llama" if pieces else "gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([texts.get(id, f"[PAD{id}]") for id in range(size)])
-    writer.add_token_types([kinds.get(id, 1 if id in texts else 5) for id in range(size)])
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    if pieces:
-        scores: dict[str, float] = {}
-        for place, merge in enumerate(merges):
-            scores.setdefault(merge.replace(" ", ""), -float(place))
-        writer.add_token_scores([scores.get(texts.get(id, ""), 0.0) for id in range(size)])
-    else:
-        writer.add_token_merges(merges)
-    processor = whole.get("post_processor") or {}
-    parts = processor.get("processors", [processor])
-    first = next((p["single"][0] for p in parts if p.get("type") == "TemplateProcessing"), {})
-    begins = first.get("SpecialToken", {}).get("id")
-    writer.add_add_bos_token(begins is not None)
-    if begins is not None:
-        writer.add_bos_token_id(next(id for id, text in texts.items() if text == begins))
-    writer.add_tensor("token_embd.weight", np.zeros((size, 1), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.description import Description, Yarn
@@ -106,20 +107,15 @@ class GenerationDefaults:
                 the model are left out with a warning.
         """
         generation, config = _generation_fields(Path(path)), _config_fields(Path(path))
-        defaults = GenerationDefaults(
-            temperature=generation.optional_number("temperature"),
-            top_k=generation.optional_integer("top_k"),
-            top_p=generation.optional_number("top_p"),
-            min_p=generation.optional_number("min_p"),
-            repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_known_eos(_with_text_fields(config), generation),
-        )
-        values = {name: value for name, value in vars(defaults).items() if name != "eos_token_ids"}
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
+        values: dict[str, Any] = {name: generation.optional_number(name) for name in numbers}
+        values["top_k"] = generation.optional_integer("top_k")
+        ends = _known_eos(_with_text_fields(config), generation)
         try:
             SamplingParams(**values)
         except RequestError as error:
             raise ConfigError(f"{generation.source}: {error}") from error
-        return defaults
+        return GenerationDefaults(**values, eos_token_ids=ends)
 
     def ends(self, tokenizer_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         """Ids that end an answer: these, and the tokenizer's (`Tokenizer.end_ids`) that the model
@@ -142,7 +138,7 @@ def _generation_fields(directory: Path) -> Fields:
 def _check_counts(fields: Fields) -> None:
     """Refuse numbers of layers and experts that no model has: to describe them would take minutes
     and all memory."""
-    for part in (fields, Fields(fields.mapping("text_config"), f"{fields.source}: text_config")):
+    for part in (fields, fields.within("text_config")):
         for name in COUNTS:
             value = part.values.get(name)
             if isinstance(value, int) and value > MAX_COUNT:

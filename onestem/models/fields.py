@@ -111,6 +111,10 @@ class Fields:
             return value
         raise self.wrong(name, "an object or null")
 
+    def within(self, name: str) -> Fields:
+        """The fields of an object; none if it is absent. Raises `ConfigError` for another value."""
+        return Fields(self.mapping(name), f"{self.source}: {name}")
+
     def head_dim(self, size: str, heads: str) -> int:
         """The field `size` divided by the field `heads`. Raises `ConfigError` where one is absent,
         or `size` is no multiple of `heads`."""

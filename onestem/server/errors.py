@@ -128,11 +128,9 @@ def as_api_error(error: OnestemError) -> ApiError:
     message = " ".join(str(error).split())
     if isinstance(error, JsonError):
         return ApiError(400, message, code="invalid_json")
-    if isinstance(error, UnsupportedError):
-        return ApiError(400, message, param=_param(message), code="unsupported")
-    if isinstance(error, RequestError):
-        return ApiError(400, message, param=_param(message), code="invalid_request")
-    return ApiError(400, message, code="invalid_request")
+    param = _param(message) if isinstance(error, RequestError | UnsupportedError) else None
+    code = "unsupported" if isinstance(error, UnsupportedError) else "invalid_request"
+    return ApiError(400, message, param=param, code=code)
 
 
 def field_of(param: str | None, fields: Collection[str]) -> str | None:

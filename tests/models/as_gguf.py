@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-__all__ = ["CHANGES", "write_gguf"]
+__all__ = ["CHANGES", "vocabulary", "write_file", "write_gguf"]
 
 _HEAD = {"query_pre_attn_scalar": 32}  # of Gemma's head
 _DEEP = {
@@ -125,9 +125,22 @@ def write_gguf(
     arrays = _tensors(config, name, held)
     change(fields)
     tensors(arrays)
-    writer = gguf.GGUFWriter(target, fields.pop("general.architecture"), split_max_tensors=split)
+    return write_file(target, fields, arrays, kind=kind, split=split)
+
+
+def write_file(
+    target: Path,
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    *,
+    kind: str = "F32",
+    split: int = 0,
+) -> Path:
+    """Write fields and arrays; arguments and result as those of `write_gguf`."""
+    writer = gguf.GGUFWriter(target, fields["general.architecture"], split_max_tensors=split)
     for key, value in fields.items():
-        _add(writer, key, value)
+        if key != "general.architecture":
+            _add(writer, key, value)
     wanted = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
     for key, array in arrays.items():
@@ -139,6 +152,41 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))), target)
+
+
+def vocabulary(whole: Mapping[str, Any], pre: str) -> dict[str, Any]:
+    """Fields for the vocabulary of a `tokenizer.json`. Pieces (`pre` is `default`) get scores by
+    the place of their first merge."""
+    model, pieces = whole["model"], pre == "default"
+    added = {one["id"]: one for one in whole["added_tokens"]}
+    texts = {id: text for text, id in model["vocab"].items()}
+    texts |= {id: one["content"] for id, one in added.items()}
+    kinds = {id: 3 if one["special"] else 4 for id, one in added.items()}
+    size = max(texts) + 1
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama" if pieces else "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(id, f"[PAD{id}]") for id in range(size)],
+        "tokenizer.ggml.token_type": [kinds.get(id, 1 if id in texts else 5) for id in range(size)],
+    }
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    if pieces:
+        scores: dict[str, float] = {}
+        for place, merge in enumerate(merges):
+            scores.setdefault(merge.replace(" ", ""), -float(place))
+        ordered = [scores.get(texts.get(id, ""), 0.0) for id in range(size)]
+        found["tokenizer.ggml.scores"] = ordered
+    else:
+        found["tokenizer.ggml.merges"] = merges
+    processor = whole.get("post_processor") or {}
+    parts = processor.get("processors", [processor])
+    first = next((p["single"][0] for p in parts if p.get("type") == "TemplateProcessing"), {})
+    begins = first.get("SpecialToken", {}).get("id")
+    found["tokenizer.ggml.add_bos_token"] = begins is not None
+    if begins is not None:
+        token = next(id for id, text in texts.items() if text == begins)
+        found["tokenizer.ggml.bos_token_id"] = token
+    return found
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

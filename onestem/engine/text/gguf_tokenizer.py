@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.gguf.file import GgufFile
-from onestem.models.gguf.header import Header
+from onestem.models.gguf.header import Header, List
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,6 +27,8 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # `tokenizer.ggml.token_typ
 TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>",
 )  # fmt: skip
+
+MOST_PIECE = 1024  # characters: all ways to join one are tried
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -142,12 +144,13 @@ class _Words:
 
 def _words(file: GgufFile, *, pieces: bool) -> _Words:
     header, rows = file.header, file.tensors["token_embd.weight"].shape[0]
-    texts = header.strings("tokenizer.ggml.tokens")
-    if len(texts) > rows:
+    found = header.fields.get("tokenizer.ggml.tokens")
+    if isinstance(found, List) and found.size > rows:
         raise ConfigError(
-            f"{header.file}: tokenizer.ggml.tokens has {len(texts)} tokens, and token_embd.weight "
+            f"{header.file}: tokenizer.ggml.tokens has {found.size} tokens, and token_embd.weight "
             f"{rows} rows"
         )
+    texts = header.strings("tokenizer.ggml.tokens")
     kinds = [1] * len(texts)
     if "tokenizer.ggml.token_type" in header.fields:
         kinds = header.numbers("tokenizer.ggml.token_type").tolist()
@@ -234,6 +237,10 @@ def _merges(ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str
     """All pairs of pieces that make a piece, those with the best score first."""
     found = []
     for piece, token in ids.items():
+        if len(piece) > MOST_PIECE:
+            raise ConfigError(
+                f"tokenizer.ggml.tokens has {len(piece)} characters in one, limit is {MOST_PIECE}"
+            )
         pairs = [
             (piece[:at], piece[at:])
             for at in range(1, len(piece))

@@ -87,7 +87,7 @@ def gpt2_names(description: Description) -> TensorNames:
 
 def read_mpt(fields: Fields, architecture: str) -> Description:
     """Description of MPT, which has ALiBi and no biases."""
-    attention = Fields(fields.mapping("attn_config"), f"{fields.source}: attn_config")
+    attention = fields.within("attn_config")
     _refuse_what_changes_the_model(fields, attention)
     num_heads, clip = fields.positive("n_heads"), attention.optional_number("clip_qkv")
     return Description(

@@ -167,15 +167,14 @@ def _check_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> None:
 def read_ministral3(fields: Fields, architecture: str) -> Description:
     """Description of Ministral 3: queries grow with their position where the file says so."""
     fields.refuse_others(sliding_window=None)
-    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
-    if not rope:
+    rope = fields.within("rope_parameters" if fields.mapping("rope_parameters") else "rope_scaling")
+    if not rope.values:
         raise fields.wrong("rope_parameters", "an object")
     common = plain(fields, architecture, head_dim=128, norm_eps=1e-5)
-    rope_fields = Fields(rope, f"{fields.source}: rope_parameters")
-    beta = rope_fields.optional_number("llama_4_scaling_beta")
+    beta = rope.optional_number("llama_4_scaling_beta")
     if beta is None:
         return common
-    positions = rope_fields.positive("original_max_position_embeddings")
+    positions = rope.positive("original_max_position_embeddings")
     return replace(common, query_growth=QueryGrowth(beta, positions))
 
 

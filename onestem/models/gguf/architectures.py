@@ -108,33 +108,54 @@ _KNOWN = (
     "rope.dimension_count", "rope.freq_base_swa", "rope.scaling.", "rope.scale_linear",
     "tensor_data_layout", "vocab_size",
 )  # fmt: skip
+_FLOATS = ("epsilon", "scale", "softcapping", "freq_base", "freq_base_swa", "factor", "beta_fast",
+           "beta_slow", "scale_linear")  # fmt: skip
+_COUNTS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _REQUIRED = (
     "block_count", "context_length", "embedding_length", "feed_forward_length",
     "attention.head_count", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
 
 
-def _value(file: GgufFile, name: str) -> Any:
+def _value(file: GgufFile, name: str) -> bool | int | float | str | List | None:
     """A field of the file's architecture; None: it has none."""
     fields = file.header.fields
     return fields.get(f"{fields['general.architecture']}.{name}")
 
 
+def _number(file: GgufFile, name: str) -> Any:
+    """A number of the file's architecture: an integer where `_FLOATS` does not name it."""
+    value = _value(file, name)
+    is_float = name.endswith(_FLOATS)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if is_float and isinstance(value, float):
+        return value
+    shown = f"a list of {value.size}" if isinstance(value, List) else repr(value)
+    expected = "a number" if is_float else "an integer"
+    of = file.header.fields["general.architecture"]
+    raise ConfigError(f"{file.header.file}: {of}.{name} is {shown}, expected {expected}")
+
+
 def _head_dim(values: Values) -> int:
     """Size of a head. GPT-2 has other names, and nothing that needs it."""
-    given = values.get("head_dim")
-    return int(given or values["hidden_size"] // max(1, values["num_attention_heads"]))
+    given: int = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return max(1, given)
 
 
 def _layer_types(file: GgufFile, values: Values, every: int) -> list[str]:
     """Kinds of layers: the file's list, or each `every`-th sees all."""
+    layers: int = values["num_hidden_layers"]
     pattern = _value(file, "attention.sliding_window_pattern")
-    if isinstance(pattern, List):
-        name = f"{file.header.fields['general.architecture']}.attention.sliding_window_pattern"
-        kinds = ("full_attention", "sliding_attention")
-        return [kinds[bool(windowed)] for windowed in file.header.numbers(name)]
-    every = pattern if isinstance(pattern, int) and pattern > 0 else every
-    return windowed_kinds(values["num_hidden_layers"], every)
+    if not isinstance(pattern, List):
+        given = _number(file, "attention.sliding_window_pattern")
+        return windowed_kinds(layers, max(1, every if given is None else given))
+    name = f"{file.header.fields['general.architecture']}.attention.sliding_window_pattern"
+    if pattern.size != layers:
+        told = f"{name} has {pattern.size} layers, expected {layers}"
+        raise ConfigError(f"{file.header.file}: {told}")
+    kinds = ("full_attention", "sliding_attention")
+    return [kinds[bool(windowed)] for windowed in file.header.numbers(name)]
 
 
 def _llama(file: GgufFile, values: Values) -> Values:
@@ -161,12 +182,12 @@ def _gemma(every: int, layers_of_27b: int) -> Callable[[GgufFile, Values], Value
     def others(file: GgufFile, values: Values) -> Values:
         largest = values["num_hidden_layers"] == layers_of_27b
         width, heads = values["hidden_size"], values["num_attention_heads"]
-        local = _value(file, "rope.freq_base_swa")
+        local = _number(file, "rope.freq_base_swa")
         types = _layer_types(file, values, every)
         if values.get("sliding_window") is None:
             types = ["full_attention"] * len(types)
         return {
-            "query_pre_attn_scalar": width // max(1, heads) if largest else _head_dim(values),
+            "query_pre_attn_scalar": width // heads if largest else _head_dim(values),
             "layer_types": types,
             **({} if local is None else {"rope_local_base_freq": local}),
         }
@@ -181,12 +202,12 @@ def _phi3(file: GgufFile, values: Values) -> Values:
             "rope_type": "longrope",
             "long_factor": _vector(file, "rope_factors_long.weight"),
             "short_factor": _vector(file, "rope_factors_short.weight"),
-            "attention_factor": _value(file, "rope.scaling.attn_factor"),
+            "attention_factor": _number(file, "rope.scaling.attn_factor"),
         }
-    turned = _value(file, "rope.dimension_count") or _head_dim(values)
+    turned = _number(file, "rope.dimension_count") or _head_dim(values)
     return {
         "rope_scaling": scaling,
-        "original_max_position_embeddings": _value(file, "rope.scaling.original_context_length"),
+        "original_max_position_embeddings": _number(file, "rope.scaling.original_context_length"),
         "partial_rotary_factor": turned / _head_dim(values),
         "sliding_window": values.get("sliding_window") or None,
     }
@@ -323,13 +344,11 @@ def config_fields(path: Path) -> Fields:
     name = file.header.fields["general.architecture"]
     values: Values = {"architectures": [one.model]}
     for theirs, ours in one.fields.items():
-        value = _value(file, theirs)
+        value = _number(file, theirs)
         if value is None and theirs in _REQUIRED:
             raise ConfigError(f"{path}: {name}.{theirs} is missing, and {name} needs it")
-        if not isinstance(value, int | float | None) or isinstance(value, bool):
-            raise UnsupportedError(
-                f"{path}: {name}.{theirs} is {_shown(value)}, supported: a number"
-            )
+        if theirs in _COUNTS and value is not None and value < 1:
+            raise ConfigError(f"{path}: {name}.{theirs} is {value}, expected 1 or more")
         values[ours] = value
     # What a file leaves out has one value in all architectures, whatever a family's default is.
     heads = values.get("num_attention_heads")
@@ -356,15 +375,19 @@ def config_fields(path: Path) -> Fields:
 def _check(path: Path, file: GgufFile, values: Values) -> None:
     """Refuse what the families cannot say, and name in a warning what nobody reads here."""
     name = file.header.fields["general.architecture"]
+    layers = _number(file, "block_count")
+    if layers > len(file.tensors):
+        told = f"{name}.block_count is {layers}, and it has {len(file.tensors)} tensors"
+        raise ConfigError(f"{path}: {told}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{path} has no matrix token_embd.weight: it is no whole model")
-    size, keys = _value(file, "attention.value_length"), values.get("head_dim")
+    size, keys = _number(file, "attention.value_length"), values.get("head_dim")
     if None not in (size, keys) and size != keys:
         raise UnsupportedError(
             f"{path}: {name}.attention.value_length is {size}, supported: that of keys ({keys})"
         )
-    turned = _value(file, "rope.dimension_count")
+    turned = _number(file, "rope.dimension_count")
     if turned is not None and name not in ("phi3", "gpt2") and turned != _head_dim(values):
         raise UnsupportedError(
             f"{path}: {name}.rope.dimension_count is {turned}, supported: that of a head "
@@ -387,8 +410,8 @@ def _rope_scaling(path: Path, file: GgufFile) -> Values | None:
         factors = _vector(file, "rope_freqs.weight")
         lists = {"short_factor": factors, "long_factor": factors}
         return {"rope_type": "longrope", "attention_factor": 1.0, **lists}
-    kind, factor = _value(file, "rope.scaling.type"), _value(file, "rope.scaling.factor")
-    linear = _value(file, "rope.scale_linear")
+    kind, factor = _value(file, "rope.scaling.type"), _number(file, "rope.scaling.factor")
+    linear = _number(file, "rope.scale_linear")
     if kind is None and linear not in (None, 1.0):
         kind, factor = "linear", linear
     if kind in (None, "none", "longrope"):  # longrope has its lists in tensors
@@ -396,12 +419,12 @@ def _rope_scaling(path: Path, file: GgufFile) -> Values | None:
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling |= {
-            "original_max_position_embeddings": _value(
+            "original_max_position_embeddings": _number(
                 file, "rope.scaling.original_context_length"
             ),
-            "attention_factor": _value(file, "rope.scaling.yarn_attn_factor"),
-            "beta_fast": _value(file, "rope.scaling.yarn_beta_fast"),
-            "beta_slow": _value(file, "rope.scaling.yarn_beta_slow"),
+            "attention_factor": _number(file, "rope.scaling.yarn_attn_factor"),
+            "beta_fast": _number(file, "rope.scaling.yarn_beta_fast"),
+            "beta_slow": _number(file, "rope.scaling.yarn_beta_slow"),
         }
     return {name: value for name, value in scaling.items() if value is not None}
 
@@ -425,7 +448,3 @@ def _vector(file: GgufFile, name: str) -> list[float]:
         raise ConfigError(f"{file.header.file}: {name} is missing, or no short vector of F32")
     numbers: list[float] = raw.blocks().view("<f4")[0].tolist()
     return numbers
-
-
-def _shown(value: object) -> str:
-    return f"a list of {value.size}" if isinstance(value, List) else repr(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from onestem.errors import WeightsError
 from onestem.models.gguf.file import RawTensor
 from onestem.threads import usable_cores
 
@@ -21,6 +23,9 @@ def values_of(raw: RawTensor, dtype: torch.dtype) -> Tensor:
     """A tensor's numbers, of its shape. Beside them a few chunks of float32 are in memory.
 
     Blocks are turned into float32 as their format says, and these are rounded to `dtype`.
+
+    Raises:
+        WeightsError: blocks have scales that are not finite, or the file cannot be read.
     """
     out = torch.empty(raw.shape, dtype=dtype)
     rows = out.view(raw.num_rows, raw.shape[-1])
@@ -51,4 +56,11 @@ def _numbers(raw: RawTensor, first: int, stop: int) -> Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[raw.kind]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        numbers = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[raw.kind]))
+    if not numbers.isfinite().all():
+        raise WeightsError(
+            f"{raw.file}: {raw.name} has scales that are not finite: the file is damaged, get it "
+            "again"
+        )
+    return numbers

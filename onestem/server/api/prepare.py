@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from onestem.batch.spool import NO_TOKENIZER
+from onestem.batch.first_pass import NO_TOKENIZER
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
@@ -22,7 +22,7 @@ from onestem.openai.read import Asked, JsonObject, Prompt, read_object
 from onestem.openai.schema import Kind
 from onestem.request import Request
 from onestem.scores import ScoreTask
-from onestem.server.api.callers import bodies_of
+from onestem.server.api.callers import Asks, Serves, bodies_of
 from onestem.server.api.calls import Call
 from onestem.server.api.limits import check_media_type
 from onestem.server.errors import NoAnswerError, too_late
@@ -39,8 +39,8 @@ QUICK_TOKENS = 8192
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 
 
-async def read_json(service: Service, http: HttpRequest, tenant: Tenant) -> dict[str, Any]:
-    """A body's JSON object.
+async def read_json(http: HttpRequest, service: Serves, tenant: Asks) -> JsonObject:
+    """A body's JSON object, for routes that depend on it.
 
     Raises:
         ApiError: it is not JSON, too long, too slow, or has no room.
@@ -50,7 +50,7 @@ async def read_json(service: Service, http: HttpRequest, tenant: Tenant) -> dict
         return await service.model.parsed(raw, partial(_noted, http))
 
 
-def _noted(http: HttpRequest, data: bytes) -> dict[str, Any]:
+def _noted(http: HttpRequest, data: bytes) -> JsonObject:
     """A body's JSON object. Its fields are noted: errors name no others."""
     body = read_object(data)
     http.state.fields = frozenset(body)

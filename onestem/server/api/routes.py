@@ -26,7 +26,7 @@ from onestem.openai.schema import (
     UploadBody,
 )
 from onestem.options import parse_memory
-from onestem.server.api.callers import Asks, Serves, bodies_of
+from onestem.server.api.callers import Asks, Operates, Serves, bodies_of
 from onestem.server.api.openapi import ERRORS, answers, body_of
 from onestem.server.api.prepare import prepare, read_json
 from onestem.server.api.reply import Reply
@@ -41,7 +41,7 @@ from onestem.server.service import Service
 __all__ = ["api", "known_query", "open_routes", "tokens"]
 
 Json = dict[str, Any]
-
+Body = Annotated[Json, Depends(read_json)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
 UPLOAD_BYTES = 2 << 20  # memory of an upload; the rest of its file is on the disk already
 COMPLETIONS = answers("application/json", "text/event-stream")
@@ -137,9 +137,9 @@ async def get_prefix(name: str, service: Serves, tenant: Asks) -> Json:
 
 
 @api.put("/prefixes/{name}", openapi_extra=body_of(PrefixBody))
-async def put_prefix(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
+async def put_prefix(name: str, body: Body, service: Serves, tenant: Asks) -> Json:
     """Make a prefix, or its next version; answered when it is computed."""
-    prefix = await service.prefixes.put(tenant, name, await read_json(service, request, tenant))
+    prefix = await service.prefixes.put(tenant, name, body)
     return prefix.describe()
 
 
@@ -165,9 +165,9 @@ async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
 
 
 @api.put("/schemas/{name}", openapi_extra=body_of(SchemaBody))
-async def put_schema(name: str, request: Request, service: Serves, tenant: Asks) -> Json:
+async def put_schema(name: str, body: Body, service: Serves, tenant: Asks) -> Json:
     """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
-    return await service.schemas.put(tenant, name, await read_json(service, request, tenant))
+    return await service.schemas.put(tenant, name, body)
 
 
 @api.delete("/schemas/{name}")
@@ -233,9 +233,9 @@ async def delete_file(file_id: str, service: Serves, tenant: Asks) -> Json:
 
 
 @api.post("/batches", openapi_extra=body_of(BatchBody))
-async def create_batch(request: Request, service: Serves, tenant: Asks) -> Json:
+async def create_batch(body: Body, service: Serves, tenant: Asks) -> Json:
     """Start a job on an uploaded file."""
-    return await service.jobs.create(tenant, await read_json(service, request, tenant))
+    return await service.jobs.create(tenant, body)
 
 
 @api.get("/batches")
@@ -260,17 +260,15 @@ async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
 
 
 @tokens.post("/tokenize", openapi_extra=body_of(TokenizeBody))
-async def tokenize(request: Request, service: Serves, tenant: Asks) -> Json:
+async def tokenize(body: Body, service: Serves) -> Json:
     """Token ids of a text or of a conversation."""
-    body = await read_json(service, request, tenant)
     service.client.supervisor.check_up()
     return await service.model.in_thread(tokenize_body, service.model, body)
 
 
 @tokens.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
-async def detokenize(request: Request, service: Serves, tenant: Asks) -> Json:
+async def detokenize(body: Body, service: Serves) -> Json:
     """The text of token ids."""
-    body = await read_json(service, request, tenant)
     service.client.supervisor.check_up()
     return await service.model.in_thread(detokenize_body, service.model, body)
 
@@ -290,9 +288,8 @@ async def version() -> Json:
 
 
 @open_routes.get("/metrics", responses=answers("text/plain"))
-async def metrics(request: Request, service: Serves) -> Response:
+async def metrics(service: Operates) -> Response:
     """Counts and times in Prometheus' text format."""
-    service.keys.operator(request.headers.get("authorization"))
     snapshot = await service.snapshots.get()
     text = service.records.metrics.text(snapshot.get("pages", {}))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -188,10 +188,10 @@ class Worker:
             took = True
             self._num_taken += not isinstance(message, Answered)
             self.take(message)
-        # An idle engine lets all in: no running request would be delayed.
-        num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
         num_held = self._engine.requests.queue.interactive.num_held
-        self._admission_window.look(num_streams, num_held)
+        if num_held:  # an idle engine lets all in: no running request would be delayed
+            num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
+            self._admission_window.look(num_streams, num_held)
         return took
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:

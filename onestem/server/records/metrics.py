@@ -29,6 +29,12 @@ ENGINE_COUNTS = {
     "num_preempted": "Sequences that were preempted.",
     "shared_read_tokens": "Reads of stored tokens saved: one read served several sequences.",
 }
+REQUEST_COUNTS = {  # attributes of `RequestMetrics`
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that ended."),
+    "num_cached_tokens": ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
+    "num_output_tokens": ("output_tokens", "Tokens of answers."),
+    "num_preempted": ("request_preemptions", "Times that a request was preempted."),
+}
 
 
 class _EngineCollector(Collector):
@@ -99,15 +105,7 @@ class Metrics:
         )
         self._counters = {
             attribute: Counter(f"onestem_{name}", text, LABELS, registry=self._registry)
-            for attribute, name, text in (
-                ("num_prompt_tokens", "prompt_tokens", "Prompt tokens of requests that ended."),
-                (
-                    *("num_cached_tokens", "cached_prompt_tokens"),
-                    "Of these, tokens whose KV was stored already.",
-                ),
-                ("num_output_tokens", "output_tokens", "Tokens of answers."),
-                ("num_preempted", "request_preemptions", "Times that a request was preempted."),
-            )
+            for attribute, (name, text) in REQUEST_COUNTS.items()
         }
         self._requests = Counter(
             "onestem_requests", "Requests that ended, by outcome.", (*LABELS, "outcome"),
