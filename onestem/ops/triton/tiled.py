@@ -576,10 +576,7 @@ class TiledGroups:
         if rows == 0:
             return out
         if tiles is None and self.takes_one_row(x):
-            from onestem.ops.triton.one_row import one_row_product
-
-            one_row_product(x, self, bias, out, num_sms(x.device))
-            return out
+            return self._of_row(x, bias, out)
         if tiles is None:
             tiles = self.tiles(rows, num_sms(x.device))
             words = self.codes.shape[3] * self.codes.itemsize
@@ -618,10 +615,20 @@ class TiledGroups:
     def gated_row(self, x: Tensor, bias: Tensor | None, gate: Literal["silu", "gelu"]) -> Tensor:
         """gate(first half) * second half of what `product` gives for one row, rounded as it is:
         x `[1, size]`, contiguous -> `[1, num_out / 2]`. `gelu` is the approximation by tanh."""
+        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
+        return self._of_row(x, bias, out, gate)
+
+    def _of_row(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate: Literal["silu", "gelu"] | None = None,
+    ) -> Tensor:
         from onestem.ops.triton.one_row import one_row_product
 
-        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
-        one_row_product(x, self, bias, out, num_sms(x.device), gate)
+        factors = self.codes, self.scales, self.zeros, self.packing.zero
+        one_row_product(x, *factors, bias, out, num_sms(x.device), gate)
         return out
 
     def columns(self, tiles: Tiles | None = None) -> int:
