@@ -151,7 +151,8 @@ class Room:
             if self._cache.reserve(run, sequence.num_launched + 1 - run.start):
                 break
             newest = self._newest
-            if newest is not sequence:
+            # On trial, what others hold is not looked at: it waits.
+            if newest is not sequence or draft.only is not None:
                 self._give_up(draft, newest)
             else:
                 self.make_progress(draft)
