@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install lint format types prose size site check fast test packages ci
+.PHONY: help install lint format types prose size site check fast test soak packages ci
 
 help:
 	@awk -F': .*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ fast: ## what to run after each change: a minute
 
 test: ## all checks and tests, in a fresh environment
 	scripts/test
+
+soak: ## the tests that CI leaves out: ten minutes more
+	OMP_NUM_THREADS=1 ONESTEM_EXPECT_EMULATED=1 $(BIN)/python -m pytest -m soak -n 2 --dist worksteal
 
 packages: ## build sdist and wheel into dist/, and try both
 	scripts/packages

@@ -1,4 +1,4 @@
-// Sampling on rows of logits: an exponential race (`onestem/ops/sampling/reference.py` defines it),
+// Sampling on rows of logits: an exponential race (docs/sampling.md defines it),
 // log-sums, leading tokens, ranks and penalties.
 #pragma once
 

@@ -24,6 +24,7 @@ from onestem.openai.read import Prompt
 from onestem.planner import JobPlan
 from onestem.planner.fields import best_order, costs_in
 from onestem.rawtext import RawText
+from onestem.scores import num_common
 
 __all__ = ["Advice", "Advisor"]
 
@@ -256,9 +257,7 @@ class Advisor:
         ids = (self._spool.prompt(self._spool.index_of(line)) for line in family.lines)
         shared = next(ids)
         for other in ids:
-            count = min(len(shared), len(other))
-            differ = shared[:count] != other[:count]
-            shared = shared[: int(differ.argmax()) if differ.any() else count]
+            shared = shared[: num_common(shared, other)]
         return len(shared)
 
     def _in_other_order(

@@ -43,7 +43,7 @@ from onestem.server.link.client import EngineClient
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from onestem.server.link.process import EngineProcess
-from onestem.server.link.supervisor import Launcher
+from onestem.server.link.supervisor import Launcher, State
 
 __all__ = ["AsyncLLM", "PauseMode"]
 
@@ -190,9 +190,8 @@ class AsyncLLM(Beside):
             prompt: text, token ids, or vLLM's object of one of them.
             request_id: for `abort`; None: one is made.
             parse_special: see `LLM.generate`.
-            output_kind: outputs have all that there is so far (`cumulative`), or what is new
-                (`delta`). A slow reader gets fewer. So does each of very many readers, after its
-                first token: an event loop bears some thousands of outputs a second.
+            output_kind: see `LLM.stream`. Slow readers get fewer outputs, and so does each of very
+                many: an event loop bears some thousands a second.
 
         Raises:
             RequestError: it cannot be answered.
@@ -233,7 +232,7 @@ class AsyncLLM(Beside):
 
     def _check_awake(self) -> None:
         """An engine that sleeps refuses requests; while it is started again, nobody else does."""
-        if self._client.sleep_level and self._client.supervisor.state != "running":
+        if self._client.sleep_level and self.state != "running":
             raise RequestError(
                 "the LLM is asleep, and its engine is being started again: call wake_up() before "
                 "requests"
@@ -300,6 +299,7 @@ class AsyncLLM(Beside):
         self._going.set()
 
     async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds requests back."""
         return self._client.is_paused
 
     async def update_weights(
@@ -343,12 +343,19 @@ class AsyncLLM(Beside):
         await self._control("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
+        """Whether `sleep` has freed memory that `wake_up` has not taken again."""
         return self._client.sleep_level > 0
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `LLM.reset_prefix_cache`."""
         await self.start()
         return bool(await self._control("reset_prefix_cache", reset_running_requests))
+
+    @property
+    def state(self) -> State:
+        """The engine's: it computes while `running`; `starting`, `down` and `stuck` end by
+        themselves."""
+        return self._client.supervisor.state
 
     @property
     def stats(self) -> dict[str, float]:

@@ -49,9 +49,13 @@ class Distribution(Protocol):
     """Token counts that a seed draws, `least` or more; as text, how an option gives it."""
 
     @property
-    def least(self) -> int: ...
+    def least(self) -> int:
+        """A lower bound of what is drawn."""
+        ...
 
-    def draw(self, rng: np.random.Generator) -> int: ...
+    def draw(self, rng: np.random.Generator) -> int:
+        """One count."""
+        ...
 
 
 Lengths = int | Distribution
@@ -144,7 +148,7 @@ class BatchCase:
     def describe(self) -> dict[str, Any]:
         """Its fields for results, and the totals that were drawn: tokens of all prefixes (each
         counts once), of all requests' own parts, and of all answers."""
-        *prefixes, distinct, output = self._sizes
+        *prefixes, distinct, output = self.sizes
         return {
             **{one.name: getattr(self, one.name) for one in fields(self)},
             "degrees": [named(degree) for degree in self.degrees],
@@ -158,10 +162,6 @@ class BatchCase:
             },
         }
 
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Token ids of the prompts, in the case's order."""
-        return [ids for ids, _ in self.requests(vocab_size)]
-
     def requests(self, vocab_size: int) -> list[tuple[list[int], int]]:
         """Token ids of the prompts and how many to sample, in the case's order."""
         rng = np.random.default_rng(self.seed)
@@ -169,9 +169,9 @@ class BatchCase:
         def draw(count: int) -> list[int]:
             return [int(token) for token in rng.integers(0, vocab_size, count)]
 
-        *levels, output = self._sizes
+        *levels, output = self.sizes
         prompts: list[list[int]] = [[]]
-        for sizes, below in zip(levels, self._branches, strict=True):
+        for sizes, below in zip(levels, self.branches, strict=True):
             parents = (ids for ids, count in zip(prompts, below) for _ in range(count))
             prompts = [ids + draw(size) for ids, size in zip(parents, sizes, strict=True)]
         requests = list(zip(prompts, output, strict=True))
@@ -179,37 +179,22 @@ class BatchCase:
             return [requests[i] for i in rng.permutation(len(requests))]
         if self.input_order == "round-robin":
             group = np.arange(self.groups)
-            for below in self._branches[1:]:
+            for below in self.branches[1:]:
                 group = np.repeat(group, below)
             place = np.arange(len(group)) - np.searchsorted(group, group)
             return [requests[i] for i in np.lexsort((group, place))]
         return requests
 
-    def batch_of(self, kv_tokens: int, shared: int) -> int:
-        """How many of the requests that many KV tokens hold, with answers, if their first `shared`
-        prefixes are stored once and nothing else is shared. A request counts as the mean one."""
-        *levels, output = self._sizes
-        own = np.zeros(1)
-        for level, (sizes, below) in enumerate(zip(levels, self._branches, strict=True)):
-            own = np.repeat(own, below) + (np.array(sizes) if level >= shared else 0)
-        left = kv_tokens - sum(map(sum, levels[:shared]))
-        return max(1, int(left / float((own + output).mean())))
-
     @property
     def shortest(self) -> int:
         """A lower bound of the tokens of a prompt with its answer."""
-        return sum(map(min, self._sizes))
-
-    @property
-    def longest(self) -> int:
-        """An upper bound of the tokens of a prompt with its answer."""
-        return sum(map(max, self._sizes))
+        return sum(map(min, self.sizes))
 
     @cached_property
-    def _sizes(self) -> list[list[int]]:
+    def sizes(self) -> list[list[int]]:
         """Tokens of each prefix, level by level, of each request's own part and of each answer; in
-        the tree's order. Each list has its own random generator, and so have the token ids."""
-        counts = list(map(sum, self._branches))
+        the tree's order."""
+        counts = list(map(sum, self.branches))
         parts = (*self.prefixes, self.distinct, self.output)
         sizes = []
         for i, (lengths, count) in enumerate(zip(parts, [*counts, counts[-1]], strict=True), 1):
@@ -218,7 +203,7 @@ class BatchCase:
         return sizes
 
     @cached_property
-    def _branches(self) -> list[list[int]]:
+    def branches(self) -> list[list[int]]:
         """How many nodes are below each node of a level, from the root on."""
         found = [[self.groups]]
         for level, degree in enumerate(self.degrees):
@@ -243,11 +228,13 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
             f"{llm.engine.max_model_len}: shorten prefix, distinct or output, or raise "
             "kv_memory or max_model_len"
         )
+    from onestem.engine.warm_up import warm_up as run_full_step
+
     requests = case.requests(llm.config.vocab_size)
     prompts = [ids for ids, _ in requests]
     params = [_greedy(count) for _, count in requests]
     if warm_up:
-        _warm_up(llm, prompts)
+        run_full_step(llm.engine, shares=(1.0,))
     llm.engine.reset_stats()
     started = time.perf_counter()
     outputs, plan = _answer(llm, prompts, params)
@@ -278,9 +265,8 @@ def run_batch(llm: LLM, case: BatchCase, *, warm_up: bool = True) -> dict[str, A
 def compare(
     options: EngineOptions, case: BatchCase, *, warm_up: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """The figures of a case in the options' own mode of sharing, and with none (`off`): each with a
-    model of its own, after the one before has given its memory back. A trace has the steps of the
-    first."""
+    """The figures of a case in the options' own mode of sharing, and with none (`off`), each with a
+    model of its own. A trace has the steps of the first."""
     from onestem.llm import LLM
 
     found: dict[str, dict[str, Any]] = {}
@@ -308,17 +294,6 @@ def _answer(
         answers[index] = output.outputs[0].token_ids
         order.note(index, output.metrics.num_output_tokens)
     return answers, order.plan
-
-
-def _warm_up(llm: LLM, prompts: list[list[int]]) -> None:
-    # Other tokens than the job's, because nothing of it may be cached when the clock starts. A full
-    # step, because its kernels differ from those of a few rows, and a first launch takes long.
-    room, other = llm.engine.limits.step_tokens, []
-    for ids in prompts[: room // 64]:
-        other.append([(token + 1) % llm.config.vocab_size for token in ids[: max(room, 8)]])
-        room -= len(ids)
-    _answer(llm, other, [_greedy(2)] * len(other))
-    llm.engine.cache.clear()
 
 
 @cache

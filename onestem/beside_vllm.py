@@ -43,8 +43,8 @@ class Name(NamedTuple):
     note: str = ""
 
 
-def _same(*names: str) -> dict[str, Name]:
-    return {name: Name(name) for name in names}
+def _same(*names: str, note: str = "") -> dict[str, Name]:
+    return {name: Name(name, note) for name in names}
 
 
 def _refused(note: str, *names: str) -> dict[str, Name]:
@@ -58,17 +58,25 @@ NO_DRAFTS = "leave it out: there is no speculative decoding"
 FOUND = "leave it out: the form of calls is read off the model's chat template"
 TEMPLATE = "put the template into the model's directory as `chat_template.jinja`"
 ONE_MACHINE = "`onestem batch --replicas N` deals a job to N engines; a server is one engine"
+MODELS_OWN = "default: the model's own"
+OWN_TOKENIZER = "leave it out: the tokenizer is the one in the model's directory"
+IN_CONFIG = "change config.json in a copy of the model's directory"
+NO_CODE = "leave it out: no code of a model is run"
+OWN_DTYPE = "leave it out: keys and values have the model's dtype"
+MASKS = "leave it out: xgrammar writes the masks"
+REASONING = "leave it out: reasoning stays in the answer's text"
+TLS = "let a proxy speak TLS (docs/operating.md)"
+PROXY = "put a proxy before the server (docs/operating.md)"
+WEIGHTS = "`update_weights` takes new weights (docs/rollouts.md)"
 NO_EMBEDDINGS = "there are no embeddings and classes; `score` gives log-probabilities of texts"
 TRACE = "`trace=FILE` writes what each step computes"
 
 SAMPLING = {
     **_same("n", "max_tokens", "min_tokens"),
     "temperature": Name("temperature", "default: the model's own, then 1.0"),
-    "top_p": Name("top_p", "default: the model's own"),
-    "top_k": Name("top_k", "default: the model's own"),
-    "min_p": Name("min_p", "default: the model's own"),
+    **_same("top_p", "top_k", "min_p", note=MODELS_OWN),
     **_same("presence_penalty", "frequency_penalty"),
-    "repetition_penalty": Name("repetition_penalty", "default: the model's own"),
+    **_same("repetition_penalty", note=MODELS_OWN),
     "seed": Name("seed", "the same token in any batch and order"),
     **_same("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     "logprobs": Name("logprobs", "-1 is refused"),
@@ -110,8 +118,7 @@ ENGINE = {
         None, "give `kv_memory` a size; its default takes 90% of what is free beside the weights"
     ),
     "num_gpu_blocks_override": Name(None, "give `kv_memory` a size"),
-    "kv_cache_dtype": Name(None, "leave it out: keys and values have the model's dtype"),
-    "calculate_kv_scales": Name(None, "leave it out: keys and values have the model's dtype"),
+    **_refused(OWN_DTYPE, "kv_cache_dtype", "calculate_kv_scales"),
     "max_num_batched_tokens": Name("max_step_tokens"),
     "block_size": Name("page_size", "any number; prefixes match at single tokens"),
     "attention_backend": Name("impl", "auto is the fastest there is"),
@@ -127,26 +134,16 @@ ENGINE = {
         None, "leave it out: jobs run in what interactive requests leave free"
     ),
     "async_scheduling": Name(None, "leave it out: it is always on, on a GPU"),
-    "num_scheduler_steps": Name(None, LEAVE_OUT),
-    "enforce_eager": Name(None, LEAVE_OUT),
-    "compilation_config": Name(None, LEAVE_OUT),
+    **_refused(LEAVE_OUT, "num_scheduler_steps", "enforce_eager", "compilation_config"),
     **_refused(LEAVE_OUT, "cuda_graph_sizes", "max_seq_len_to_capture", "disable_cascade_attn"),
     **_refused(LEAVE_OUT, "disable_custom_all_reduce", "disable_log_stats", "additional_config"),
     "max_logprobs": Name(None, "leave it out: the limit is fixed"),
-    "tokenizer": Name(None, "leave it out: the tokenizer is the one in the model's directory"),
-    "tokenizer_mode": Name(None, "leave it out: the tokenizer is the one in the model's directory"),
-    "tokenizer_revision": Name(
-        None, "leave it out: the tokenizer is the one in the model's directory"
-    ),
+    **_refused(OWN_TOKENIZER, "tokenizer", "tokenizer_mode", "tokenizer_revision"),
     "skip_tokenizer_init": Name(None, "leave it out, and give prompts as token ids"),
     "revision": Name(None, "download that revision, and give its directory"),
-    "code_revision": Name(None, "leave it out: no code of a model is run"),
-    "trust_remote_code": Name(None, "leave it out: no code of a model is run"),
-    "model_impl": Name(None, "leave it out: no code of a model is run"),
-    "hf_overrides": Name(None, "change config.json in a copy of the model's directory"),
+    **_refused(NO_CODE, "code_revision", "trust_remote_code", "model_impl"),
+    **_refused(IN_CONFIG, "hf_overrides", "rope_scaling", "rope_theta"),
     "hf_config_path": Name(None, "put config.json into the model's directory"),
-    "rope_scaling": Name(None, "change config.json in a copy of the model's directory"),
-    "rope_theta": Name(None, "change config.json in a copy of the model's directory"),
     "hf_token": Name(None, "leave it out: the variable HF_TOKEN is read"),
     "download_dir": Name(None, "leave it out: the variable HF_HOME names the folder"),
     "ignore_patterns": Name(None, "leave it out: only files that are needed are fetched"),
@@ -155,22 +152,18 @@ ENGINE = {
     ),
     "override_generation_config": Name(None, "give requests what differs"),
     "enable_sleep_mode": Name(None, "leave it out: `sleep` and `wake_up` are always there"),
-    "enable_lora": Name(None, MERGE),
-    **_refused(MERGE, "max_loras", "max_lora_rank", "lora_dtype", "max_cpu_loras"),
+    **_refused(MERGE, "enable_lora", "max_loras", "max_lora_rank", "lora_dtype", "max_cpu_loras"),
     **_refused(MERGE, "fully_sharded_loras", "lora_modules"),
-    "speculative_config": Name(None, NO_DRAFTS),
-    **_refused(NO_DRAFTS, "speculative_model", "num_speculative_tokens"),
+    **_refused(NO_DRAFTS, "speculative_config", "speculative_model", "num_speculative_tokens"),
     "cpu_offload_gb": Name(None, "give `quantization`, or `tensor_parallel_size`"),
     "swap_space": Name(None, "leave it out: what is preempted is computed again"),
     "kv_transfer_config": Name(None, "leave it out: prompts and answers share one engine"),
     "kv_events_config": Name(None, "leave it out"),
-    "limit_mm_per_prompt": Name(None, TEXT_ALONE),
-    **_refused(TEXT_ALONE, "mm_processor_kwargs", "mm_processor_cache_gb"),
+    **_refused(TEXT_ALONE, "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb"),
     **_refused(TEXT_ALONE, "allowed_local_media_path", "enable_prompt_embeds"),
     **_refused(NO_EMBEDDINGS, "task", "runner", "convert", "pooler_config"),
-    "override_pooler_config": Name(None, NO_EMBEDDINGS),
-    "structured_outputs_config": Name(None, "leave it out: xgrammar writes the masks"),
-    "guided_decoding_backend": Name(None, "leave it out: xgrammar writes the masks"),
+    **_refused(NO_EMBEDDINGS, "override_pooler_config"),
+    **_refused(MASKS, "structured_outputs_config", "guided_decoding_backend"),
     "tensor_parallel_size": Name("tensor_parallel_size", "of one machine"),
     "pipeline_parallel_size": Name(None, "give `tensor_parallel_size`, of one machine"),
     "data_parallel_size": Name(None, ONE_MACHINE),
@@ -186,26 +179,19 @@ SERVE = {
     "chat_template": Name(None, TEMPLATE),
     "chat_template_content_format": Name(None, "leave it out: the template says it"),
     "response_role": Name(None, LEAVE_OUT),
-    "enable_auto_tool_choice": Name(None, FOUND),
-    "tool_call_parser": Name(None, FOUND),
-    "tool_parser_plugin": Name(None, FOUND),
-    "reasoning_parser": Name(None, "leave it out: reasoning stays in the answer's text"),
-    "enable_reasoning": Name(None, "leave it out: reasoning stays in the answer's text"),
+    **_refused(FOUND, "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin"),
+    **_refused(REASONING, "reasoning_parser", "enable_reasoning"),
     "uvicorn_log_level": Name("log_level"),
     **_refused("give `log_level`", "disable_log_requests", "enable_log_requests"),
     **_refused("give `log_level`", "disable_uvicorn_access_log", "max_log_len"),
-    **_refused("let a proxy speak TLS (docs/operating.md)", "ssl_keyfile", "ssl_certfile"),
-    "ssl_ca_certs": Name(None, "let a proxy speak TLS (docs/operating.md)"),
+    **_refused(TLS, "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
     "root_path": Name(None, "let a proxy cut the path"),
-    "middleware": Name(None, "put a proxy before the server (docs/operating.md)"),
-    "allowed_origins": Name(None, "put a proxy before the server (docs/operating.md)"),
+    **_refused(PROXY, "middleware", "allowed_origins"),
     "enable_prompt_tokens_details": Name(None, "leave it out: `cached_tokens` are always told"),
     "enable_force_include_usage": Name(None, "ask for it with `stream_options`"),
     "enable_request_id_headers": Name(None, "leave it out: answers always have x-request-id"),
     "return_tokens_as_token_ids": Name(None, "ask for it with `return_token_ids`"),
-    "api_server_count": Name(None, LEAVE_OUT),
-    "headless": Name(None, LEAVE_OUT),
-    "disable_frontend_multiprocessing": Name(None, LEAVE_OUT),
+    **_refused(LEAVE_OUT, "api_server_count", "headless", "disable_frontend_multiprocessing"),
 }
 
 FIELDS = {
@@ -213,7 +199,7 @@ FIELDS = {
     **_same("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"),
     **_same("add_generation_prompt", "continue_final_message", "user", "metadata"),
     **_same("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    "guided_decoding_backend": Name(None, "leave it out: xgrammar writes the masks"),
+    "guided_decoding_backend": Name(None, MASKS),
     "guided_whitespace_pattern": Name(None, "leave it out: `response_format` has `whitespace`"),
     "best_of": Name(None, "give `n` and `logprobs`, and take the most probable answer"),
     "use_beam_search": Name(None, "give `n` and `logprobs`; there is no beam search"),
@@ -224,10 +210,10 @@ FIELDS = {
     "request_id": Name(None, "send an x-request-id header, or read the answer's `id`"),
     "chat_template": Name(None, TEMPLATE),
     "documents": Name(None, "give it as `chat_template_kwargs`"),
-    "mm_processor_kwargs": Name(None, "leave it out: text alone is read"),
+    "mm_processor_kwargs": Name(None, TEXT_ALONE),
     "kv_transfer_params": Name(None, "leave it out: prompts and answers share one engine"),
     "vllm_xargs": Name(None, "leave it out: there are no plug-ins of the sampler"),
-    "include_reasoning": Name(None, "leave it out: reasoning stays in the answer's text"),
+    "include_reasoning": Name(None, REASONING),
     "prompt_embeds": Name(None, "leave it out: text and token ids alone are read"),
     "return_tokens_as_token_ids": Name(None, "ask for it with `return_token_ids`"),
     "suffix": Name(None, "put what follows into the prompt, as the model's template has it"),
@@ -238,15 +224,14 @@ FIELDS = {
 ARGUMENTS = {
     **_same("prompts", "sampling_params", "use_tqdm", "messages", "tools"),
     **_same("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    "lora_request": Name(None, MERGE),
-    "prompt_adapter_request": Name(None, MERGE),
+    **_refused(MERGE, "lora_request", "prompt_adapter_request"),
     "prompt_token_ids": Name(None, "give the ids as prompts"),
     "priority": Name(None, "leave it out: all prompts of a call are planned together"),
     "guided_options_request": Name(None, "use `structured_outputs` of `SamplingParams`"),
     "tokenization_kwargs": Name(None, "tokenise before, and give ids as prompts"),
     "chat_template": Name(None, TEMPLATE),
     "chat_template_content_format": Name(None, "leave it out: the template says it"),
-    "mm_processor_kwargs": Name(None, "leave it out: text alone is read"),
+    "mm_processor_kwargs": Name(None, TEXT_ALONE),
 }
 
 METHODS = {
@@ -261,8 +246,7 @@ METHODS = {
         "nothing again (docs/rollouts.md)",
     ),
     **_refused(NO_EMBEDDINGS, "embed", "classify", "encode", "reward"),
-    **_refused("`update_weights` takes new weights (docs/rollouts.md)", "collective_rpc"),
-    "apply_model": Name(None, "`update_weights` takes new weights (docs/rollouts.md)"),
+    **_refused(WEIGHTS, "collective_rpc", "apply_model"),
     "get_tokenizer": Name(None, "read `tokenizer`"),
     "set_tokenizer": Name(None, "the tokenizer is the one in the model's directory"),
     "get_default_sampling_params": Name(
@@ -275,22 +259,14 @@ METHODS = {
 }
 
 ROUTES = {
-    "POST /v1/chat/completions": Name("POST /v1/chat/completions", "also `prefix` and `pml`"),
-    "POST /v1/completions": Name("POST /v1/completions", "also `prefix` and `pml`"),
-    "GET /v1/models": Name("GET /v1/models"),
-    "POST /tokenize": Name("POST /tokenize"),
-    "POST /detokenize": Name("POST /detokenize"),
-    "GET /health": Name("GET /health", "503 while requests are not taken"),
-    "GET /metrics": Name("GET /metrics", "names begin with `onestem_`"),
-    "GET /version": Name("GET /version"),
-    "POST /v1/score": Name(
-        "POST /v1/score", "log-probabilities of texts; vLLM compares two texts with it"
-    ),
-    "POST /pause": Name("POST /pause"),
-    "POST /resume": Name("POST /resume"),
-    "POST /sleep": Name("POST /sleep"),
-    "POST /wake_up": Name("POST /wake_up"),
-    "POST /reset_prefix_cache": Name("POST /reset_prefix_cache"),
+    **_same("POST /v1/chat/completions", "POST /v1/completions", note="also `prefix` and `pml`"),
+    **_same("GET /v1/models", "POST /tokenize", "POST /detokenize"),
+    **_same("GET /health", note="503 while requests are not taken"),
+    **_same("GET /metrics", note="names begin with `onestem_`"),
+    **_same("GET /version"),
+    **_same("POST /v1/score", note="log-probabilities of texts; vLLM compares two texts with it"),
+    **_same("POST /pause", "POST /resume", "POST /sleep", "POST /wake_up"),
+    **_same("POST /reset_prefix_cache"),
     **_refused(NO_EMBEDDINGS, "POST /v1/embeddings", "POST /pooling", "POST /classify"),
     **_refused(NO_EMBEDDINGS, "POST /rerank", "POST /v1/rerank"),
     "POST /score": Name("POST /v1/score", "log-probabilities of texts"),
@@ -300,9 +276,6 @@ ROUTES = {
     "POST /v1/load_lora_adapter": Name(None, MERGE),
     "POST /v1/unload_lora_adapter": Name(None, MERGE),
 }
-
-
-# ----------------------------------------------------------------------------- errors
 
 
 def way_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
+        tokenizer = Tokenizer.from_directory(path)  # before the weights: it may be refused
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
         decoder = (load_decoder if team is None else team.load_decoder)(
             path,
@@ -81,7 +83,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         num_pages = _num_pages(options, config, decoder, device, team)
         engine = Engine(
             decoder,
-            Tokenizer.from_directory(path),
+            tokenizer,
             GenerationDefaults.from_directory(path),
             options.replace(
                 device=str(device),
@@ -94,7 +96,8 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             num_pages=num_pages,
             team=team,
         )
-        warm_up(engine)
+        if device.type == "cuda":
+            warm_up(engine)
         _keep_modules(engine, path)
         if trace is not None:
             engine.trace = trace
@@ -144,12 +147,9 @@ def pick_device(name: str) -> torch.device:
     """The device of a name; `auto` is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", name):
         raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, and torch {torch.__version__} sees no GPU: use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -173,8 +173,8 @@ def activation_bytes(
     config: ModelConfig, dtype: torch.dtype, rows: int, device: torch.device
 ) -> int:
     """About the bytes of a step of `rows` rows besides weights and KV: a layer's intermediates, and
-    for the maximum of decoding rows twice the logits, and penalties. The penalties of a row are a
-    bit for each token of the vocabulary, and a list of the sampled ones."""
+    for the maximum of decoding rows twice the logits, and penalties (a bit for each token of the
+    vocabulary, and a list)."""
     heads = max((config.num_q_heads + one.num_kv_heads) * one.head_dim for one in config.heads)
     inner = max(config.mlp_size(layer) for layer in range(config.num_layers))
     wide = 3 * inner + 4 * config.hidden_size + 4 * heads
@@ -206,8 +206,7 @@ def set_threads(threads: int | None, ranks: int = 1) -> None:
 
 
 def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers of
-    modules where each device has a part of every module."""
+    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers."""
     if options.tensor_parallel_size == 1:
         return
     part_of(config, Ranks(0, options.tensor_parallel_size, None))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic import ValidationError as Invalid
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import CoreSchema
 
 from onestem.beside_vllm import Name, way_out
 from onestem.errors import OnestemError, RequestError
@@ -175,9 +175,6 @@ def check_content(what: str, kind: str, needed: str, contents: Mapping[str, obje
             raise RequestError(f"{what} of type {kind} {verb} {name}")
 
 
-# ----------------------------------------------------------------------------- sentences
-
-
 def sentence(
     model: type[BaseModel],
     error: Invalid,
@@ -189,7 +186,10 @@ def sentence(
     alternative of a union that was meant."""
     problems = error.errors(include_url=False)
     placed = [(*_place(problem["loc"], fields), problem) for problem in problems]
-    path, value, problem = max(placed, key=lambda one: (len(one[0]), not _is_of_a_type(one[2])))
+    # A wrong type comes after others in its place: another alternative may have been meant.
+    path, value, problem = max(
+        placed, key=lambda one: (len(one[0]), not one[2]["type"].endswith("_type"))
+    )
     mistake = (problem.get("ctx") or {}).get("error")
     if isinstance(mistake, OnestemError):
         return _of_our_own(str(mistake), path, value, name)
@@ -201,32 +201,22 @@ def sentence(
         missing = str(problem["loc"][-1])
         inside = _spelled(path, name)
         return f"{inside}.{missing} is missing" if inside else f"{whole} has no {missing}"
-    definitions = _definitions(model)
-    wanted = _schema_at(path, _schema(model), definitions)
+    wanted = _schema_at(path, _schema(model))
     if problem["type"] in ("too_long", "string_too_long"):
-        what = "characters" if isinstance(value, str) else _items(wanted, definitions)
+        what = "characters" if isinstance(value, str) else _items(wanted)
         limit = (problem.get("ctx") or {})["max_length"]
         return f"{_spelled(path, name)} has {len(value)} {what}, limit is {limit}: give fewer"
     if problem["type"] == "string_unicode":
         half = f"{show(value)}, which has half a character"
         return f"{_spelled(path, name)} is {half}: give both surrogates, or none"
-    expected = words(wanted, definitions)
-    return f"{_spelled(path, name)} is {show(value)}, expected {expected or _told(problem)}"
-
-
-def _is_of_a_type(problem: ErrorDetails) -> bool:
-    """Whether the type is wrong: another alternative of a union may have been meant."""
-    return problem["type"].endswith("_type")
+    expected = words(wanted) or problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"{_spelled(path, name)} is {show(value)}, expected {expected}"
 
 
 def _of_our_own(mistake: str, path: Sequence[int | str], value: Any, name: str) -> str:
     if mistake.startswith("expected "):
         return f"{_spelled(path, name)} is {show(value)}, {mistake}"
     return f"{_spelled(path, name)}: {mistake}" if len(path) > 1 else mistake
-
-
-def _told(problem: ErrorDetails) -> str:
-    return problem["msg"][:1].lower() + problem["msg"][1:]
 
 
 def _place(loc: Sequence[int | str], here: Any) -> tuple[tuple[int | str, ...], Any]:
@@ -257,47 +247,43 @@ def _spelled(path: Sequence[int | str], name: str) -> str:
 
 
 @cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema(by_alias=True)
+def _schema(model: type[BaseModel]) -> Any:
+    """A model's JSON schema, in which definitions are in the places of references to them."""
+    schema = model.model_json_schema(by_alias=True)
+    definitions = schema.pop("$defs", {})
+
+    def inlined(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inlined(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return inlined(definitions[part["$ref"].removeprefix(REF)])
+        return {name: inlined(one) for name, one in part.items()}
+
+    return inlined(schema)
 
 
-def _definitions(model: type[BaseModel]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _schema(model).get("$defs", {})
-    return found
-
-
-def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
-    reference = schema.get("$ref")
-    return definitions[reference.removeprefix(REF)] if reference else schema
-
-
-def _schema_at(
-    path: Sequence[int | str], schema: Mapping[str, Any], definitions: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _schema_at(path: Sequence[int | str], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a JSON schema says of a place; {}: nothing."""
-    schema = _resolved(schema, definitions)
     if not path:
         return schema
     part, *rest = path
     if isinstance(part, str) and part in schema.get("properties", {}):
-        return _schema_at(rest, schema["properties"][part], definitions)
+        return _schema_at(rest, schema["properties"][part])
     inside = [schema["items"]] if "items" in schema and isinstance(part, int) else []
     inside += schema.get("patternProperties", {}).values()
     if isinstance(schema.get("additionalProperties"), Mapping):
         inside.append(schema["additionalProperties"])
-    for one in inside:
-        return _schema_at(rest, one, definitions)
-    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found = _schema_at(path, option, definitions)
-        if found:
-            return found
-    return {}
+    if inside:
+        return _schema_at(rest, inside[0])
+    options = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    return next(filter(None, (_schema_at(path, one) for one in options)), {})
 
 
-def words(schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
-    """What a JSON schema asks for, as the end of a sentence: "an integer from 1 to 1024"."""
-    definitions = definitions or {}
-    schema = _resolved(schema, definitions)
+def words(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema without references asks for, as the end of a sentence: "an integer from 1
+    to 1024"."""
     if EXPECTED in schema:
         return str(schema[EXPECTED])
     if "const" in schema:
@@ -306,22 +292,25 @@ def words(schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = Non
         return _any_of([str(value) for value in schema["enum"]])
     options = schema.get("anyOf", schema.get("oneOf", ()))
     if options:
-        told = [words(one, definitions) for one in options if one.get("type") != "null"]
+        told = [words(one) for one in options if one.get("type") != "null"]
         return _any_of(list(dict.fromkeys(told)))
     kind = schema.get("type")
     if kind in ("integer", "number"):
         return _range("an integer" if kind == "integer" else "a number", schema)
     if kind == "array":
-        return _list(schema, definitions)
+        if schema.get("maxItems") == 0:
+            return "an empty list"
+        item = ITEMS.get(str(schema.get("items", {}).get("type")), "value")
+        return f"a list of at least one {item}" if schema.get("minItems") else f"a list of {item}s"
     if kind == "string":
         return "non-empty text" if schema.get("minLength") == 1 else "text"
     return {"boolean": "true or false", "object": "an object", "null": "null"}.get(str(kind), "")
 
 
-def _items(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+def _items(schema: Mapping[str, Any]) -> str:
     """What a list is of, in the plural."""
     lists = [one for one in (schema, *schema.get("anyOf", ())) if "items" in one]
-    item = _resolved(lists[0]["items"], definitions) if lists else {}
+    item = lists[0]["items"] if lists else {}
     if "title" in item:
         return " ".join(re.findall("[A-Z][a-z]*", item["title"])).lower() + "s"
     return ITEMS.get(str(item.get("type")), "value") + "s"
@@ -346,11 +335,3 @@ def _range(what: str, schema: Mapping[str, Any]) -> str:
 
 def _figure(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}".replace("e-0", "e-")
-
-
-def _list(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    if schema.get("maxItems") == 0:
-        return "an empty list"
-    item = _resolved(schema.get("items", {}), definitions)
-    kind = ITEMS.get(str(item.get("type")), "value")
-    return f"a list of at least one {kind}" if schema.get("minItems") else f"a list of {kind}s"

@@ -22,12 +22,12 @@ from onestem.processes import python_module
 __all__ = [
     "Child",
     "Limits",
+    "Process",
     "TooCostlyError",
     "bound_memory",
     "bound_time",
     "heed_limits",
     "serve",
-    "start",
 ]
 
 Answer = Callable[[bytes], bytes]
@@ -61,6 +61,74 @@ class TooCostlyError(Exception):
     """An answer took more than it may, or ended its process. Its text is a verb and its object."""
 
 
+class Process:
+    """A module that runs as a process with one thread. It ends with this object or this process;
+    after a fork it is the other process's.
+
+    Args:
+        module: is run. Its first argument is the file descriptor, which it gets too.
+        channel: this process's end of what leads there, closed when it is ended.
+        arguments: further ones.
+        patience: seconds in which it may then end by itself.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        channel: Connection | socket.socket,
+        descriptor: int,
+        *arguments: str,
+        patience: float = 0.0,
+    ) -> None:
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            python_module(module, str(descriptor), *arguments),
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # libraries write lines for people there
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        self.pid = self._process.pid
+        self._end = weakref.finalize(self, _end, self._process, channel, self._owner, patience)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether `end` was called."""
+        return not self._end.alive
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, by itself too, or is another process's."""
+        return self._owner != os.getpid() or self._process.poll() is not None
+
+    def end(self, patience: float = 0.0) -> int:
+        """End it, unless it ends within these seconds. Returns its exit status: what it died of, if
+        it was dead."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        self._end()
+        return self._process.wait()
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    channel: Connection | socket.socket,
+    owner: int,
+    patience: float,
+) -> None:
+    if owner != os.getpid():
+        return
+    if isinstance(channel, socket.socket):  # closing alone ends nobody's wait for it
+        with suppress(OSError):
+            channel.shutdown(socket.SHUT_RDWR)
+    channel.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    process.kill()
+    process.wait()
+
+
 class Child:
     """Answers one question at a time. The process starts with the first, and again after one that
     ended it. It ends with this object or this process.
@@ -74,7 +142,13 @@ class Child:
         self._module = module
         self._limits = limits
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: Process | None = None
+        self._channel: Connection  # to it
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None: it has not started, or was ended."""
+        return None if self._process is None else self._process.pid
 
     def ask(self, question: bytes) -> bytes:
         """The answer.
@@ -85,7 +159,8 @@ class Child:
         with self._lock:
             process = self._running()
             try:
-                answer = process.ask(question)
+                self._channel.send_bytes(question)
+                answer = self._channel.recv_bytes()
             except BlockingIOError:  # it is stopped, or cannot be loaded
                 self._process = None
                 process.end()
@@ -114,9 +189,16 @@ class Child:
             if process is not None:
                 process.end()
 
-    def _running(self) -> _Process:
+    def _running(self) -> Process:
         if self._process is None or self._process.has_ended:
-            self._process = _Process(self._module, self._limits)
+            limits = self._limits
+            self._channel, other = Pipe()
+            _bound_waits(self._channel, limits.patience_seconds)
+            told = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
+            with other:
+                self._process = Process(
+                    self._module, self._channel, other.fileno(), *map(str, told)
+                )
         return self._process
 
     def _reason(self, status: int) -> str:
@@ -132,65 +214,12 @@ class Child:
         return f"takes more than {self._limits.memory_bytes >> 20} MiB of memory"
 
 
-class _Process:
-    """The process and the way to it."""
-
-    def __init__(self, module: str, limits: Limits) -> None:
-        self._owner = os.getpid()
-        self._channel, other = Pipe()
-        _bound_waits(self._channel, limits.patience_seconds)
-        told = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
-        self._process = start(module, other.fileno(), *map(str, told))
-        other.close()
-        self._end = weakref.finalize(self, _end, self._process, self._channel, self._owner)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended while it waited; after a fork it is another process's."""
-        return self._owner != os.getpid() or self._process.poll() is not None
-
-    def ask(self, question: bytes) -> bytes:
-        self._channel.send_bytes(question)
-        return self._channel.recv_bytes()
-
-    def end(self, patience: float = 0.0) -> int:
-        """End it, unless it ends by itself within these seconds. Returns its exit status: what it
-        died of, if it was dead."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
-        self._end()
-        return self._process.wait()
-
-
-def _end(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> None:
-    channel.close()
-    if owner == os.getpid() and process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-def start(module: str, descriptor: int, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a module as a process with one thread; its first argument is the file descriptor, which
-    it gets too."""
-    return subprocess.Popen(
-        python_module(module, str(descriptor), *arguments),
-        pass_fds=[descriptor],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # libraries write lines for people there
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
-
-
 def _bound_waits(channel: Connection, seconds: float) -> None:
     """Reads and writes raise `BlockingIOError` after so long."""
     most = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
     with socket.socket(fileno=os.dup(channel.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             same.setsockopt(socket.SOL_SOCKET, option, most)
-
-
-# ----------------------------------------------------------------------------- the process itself
 
 
 def serve(arguments: list[str], prepare: Callable[[], Answer]) -> None:

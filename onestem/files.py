@@ -90,9 +90,8 @@ def check_place(path: Path, choose: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, beside its place: it is moved there at the end of the block, so a reader
-    sees the old one or all of it. Where the block raises, or the disk does, the old one stays.
-    """
+    """A file to write, which replaces the one at `path` at the end of the block. Where that raises,
+    or the disk does, the old one stays."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with open(draft, "wb") as file:
@@ -107,10 +106,6 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a `whole_file` at once.
-
-    Raises:
-        OSError: the file is as it was.
-    """
+    """Write a `whole_file` at once; after an `OSError` it is as it was."""
     with whole_file(path) as file:
         file.write(content)

@@ -30,26 +30,23 @@ NUMBERS = {MMAP_THRESHOLD: -3, TRIM_THRESHOLD: -1, ARENA_MAX: -8}
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next one, up to 1 GiB. By default it gives back a
-    free heap end of twice the largest block. The system clears pages that are asked for again: 20
-    of 260 ms in a step of 2,048 rows of a model of 0.1B. What the user has set stays."""
+    """Have glibc keep what a step frees for the next one, up to 1 GiB: the system clears pages that
+    are asked for again, in 20 of 260 ms of a step. What the user has set stays."""
     _set({MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 1 << 30})
 
 
 def give_freed_memory_back() -> None:
-    """Have glibc give large freed blocks back at once, and threads share heaps. To be called before
-    there are threads. By default blocks of up to 32 MiB come from a heap once one of that size was
-    freed, so bodies and answers leave holes there. What the user has set stays."""
+    """Have glibc give large freed blocks back at once, and threads share heaps; before there are
+    threads. By default bodies and answers leave holes in heaps. What the user has set stays."""
     # What asyncio receives into is 256 KiB long: that is not to be mapped each time.
     _set({MMAP_THRESHOLD: 1 << 20, TRIM_THRESHOLD: 16 << 20})
     share_heaps()
 
 
 def share_heaps() -> None:
-    """Have glibc make three heaps for all threads of a server's process, where its default is up to
-    8 for each core, each with holes of its own. Three threads run at once: the event loop's and two
-    that tokenise. Two that tokenise in the same heap take 1.3 times as long. What the user has set
-    stays."""
+    """Have glibc make three heaps for all threads of a server's process (8 for each core by
+    default, each with holes of its own): the event loop and two that tokenise run at once. What the
+    user has set stays."""
     _set({ARENA_MAX: 3})
 
 
@@ -77,11 +74,9 @@ _froze = False
 
 @contextmanager
 def collecting_less(*, clean: bool = False) -> Iterator[None]:
-    """Collect seldom, and never what exists now, until the block ends. A pass over all that a
-    process with PyTorch holds takes 0.1 to 0.25 s, in which a GPU ends its step and waits.
-
-    Blocks may overlap, also of several threads: the last to end brings the settings back. What the
-    user froze stays so, and a collector that the user has stopped stays still.
+    """Collect seldom, and never what exists now, until the block ends: a pass over all that a
+    process with PyTorch holds takes up to 0.25 s. Blocks may overlap, also of several threads. What
+    the user has frozen or stopped stays so.
 
     Args:
         clean: collect before, for a block that lasts as long as the process.

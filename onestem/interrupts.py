@@ -33,6 +33,7 @@ class Held:
         self._is_lifted = False
 
     def catch(self, number: int, frame: FrameType | None) -> None:
+        """A handler that keeps a signal for `deliver`, unless signals are let through."""
         if self._is_lifted:
             self._handle(number, frame)
         else:

@@ -34,7 +34,7 @@ from onestem.models.find import find_model
 from onestem.openai.write import message_of
 from onestem.options import EngineOptions, takes
 from onestem.planner import JobPlan, Prompts, RunningOrder, planned, planner_of
-from onestem.pml import CompiledPrompt, Layout, Library, Schema, encoding_prompts
+from onestem.pml import CompiledPrompt, Layout, Library, Schema
 from onestem.progress import progress_bar
 from onestem.prompts import (
     AnyPrompt,
@@ -279,6 +279,8 @@ class LLM(Beside):
     ) -> tuple[list[PromptIds], list[SamplingParams]]:
         """Token ids of conversations, and the parameters of each."""
         ids, tools = self._reader.chats(messages, {"tools": None, **options})
+        if not ids:
+            return [], []
         each = params_for_each(sampling_params, len(ids))
         return ids, self._reader.with_calls(each, tools)
 
@@ -495,7 +497,7 @@ class LLM(Beside):
         Returns:
             an output for each segment, as they are done.
         """
-        prompts = encoding_prompts(self.schemas.encoding(name, isolation))
+        prompts = self.schemas.encoding(name, isolation).prompts()
         requests = [self.pml_request(prompt, ONE_TOKEN) for prompt in prompts]
         for request in requests:
             self.engine.requests.validate(request)

@@ -15,6 +15,7 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
+from onestem.models.gguf.file import PLAIN, open_gguf
 from onestem.models.linear import Layout
 from onestem.models.names import Role
 from onestem.models.part import part_of
@@ -38,8 +39,8 @@ class Needs:
         parameters: numbers in its weights.
         windows: how many layers have a sliding window, by the window's size.
         max_positions: tokens that a sequence of the model may have.
-        quantization: how the weights are stored, or rounded when they are loaded; None: as numbers
-            of 16 or 32 bits.
+        quantization: how the weights are stored, and what becomes of blocks of a GGUF file, or how
+            they are rounded when they are loaded; None: as numbers of 16 or 32 bits.
         dtype, device: the ones that would be chosen.
         file_bytes: what the weights' files take on the disk; None: there are none.
         weight_bytes: what the weights take in memory, with the copies that are made for a CPU.
@@ -97,6 +98,7 @@ def needs_of(options: EngineOptions) -> Needs:
     dtype = pick_dtype(options.dtype, config, device)
     if options.quantization is not None:
         formats = formats_of(config, options.quantization, dtype, device)
+    name = str(dtype).removeprefix("torch.")
     part = part_of(config, Ranks(0, ranks, None))
     weights = weight_bytes(part, dtype, device, formats)
     layout = target_of(Tensors(part), dtype, device).layout
@@ -118,8 +120,8 @@ def needs_of(options: EngineOptions) -> Needs:
         windows=dict(Counter(size for size in config.sliding_windows if size is not None)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
-        quantization=options.quantization or _stored(config, formats),
-        dtype=str(dtype).removeprefix("torch."),
+        quantization=options.quantization or _stored(config, formats) or _blocks(path, name),
+        dtype=name,
         device=str(device),
         file_bytes=size,
         weight_bytes=weights,
@@ -153,3 +155,12 @@ def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) 
 
 def _stored(config: ModelConfig, formats: Mapping[str, object]) -> str | None:
     return config.quantization.method if config.quantization is not None and formats else None
+
+
+def _blocks(path: Path, dtype: str) -> str | None:
+    """Types of a GGUF file's blocks, and what becomes of them; None: it has none."""
+    if not path.is_file():
+        return None
+    kinds = Counter(one.kind for one in open_gguf(path).tensors.values() if one.kind not in PLAIN)
+    names = ", ".join(kind for kind, _ in kinds.most_common())
+    return f"{names}, de-quantised to {dtype} as they are read" if names else None

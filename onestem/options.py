@@ -13,7 +13,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -140,20 +139,6 @@ class Options(Checked):
         words = (PREFIX, cls.table, cls.offered()[name])
         return "_".join(word for word in words if word).replace("-", "_").upper()
 
-    def flags(self) -> list[str]:
-        """Command line arguments that give these options."""
-        return [
-            _argument(named, getattr(self, name))
-            for name, named in self.offered().items()
-            if name in self.model_fields_set and getattr(self, name) is not None
-        ]
-
-
-def _argument(named: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{named}" if value else f"--no-{named}"
-    return f"--{named}={value}"
-
 
 class EngineOptions(Options):
     """A model, and how it is run.
@@ -166,8 +151,9 @@ class EngineOptions(Options):
     beside: ClassVar[Mapping[str, Name]] = ENGINE
 
     model: Path_ = Field(default=EMBEDDED, kw_only=False)
-    """Model directory, hub name (owner/name), 'embedded', or 'shape:NAME': a size with random
-    weights (docs/models.md)."""
+    """Model directory, GGUF file, hub name (owner/name), short name of a model of this machine
+    (`onestem models` lists them), 'embedded', or 'shape:NAME': a size with random weights
+    (docs/models.md)."""
 
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
@@ -183,18 +169,16 @@ class EngineOptions(Options):
     float16."""
 
     quantization: Quantize | None = Field(default=None, json_schema_extra={"identity": True})
-    """Round the layers' weights when they are loaded: fp8 or int8 per channel (products round their
-    rows likewise), int4 in groups of 128; on a CPU int8 and int4 round the head too, to int8
-    (default: as the checkpoint has them)."""
+    """Round the layers' weights when they are loaded: fp8 or int8 per channel, int4 in groups of
+    128 (docs/models.md) (default: as the checkpoint has them)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Devices that hold the model together, each a part of it, with a process for each: GPUs from
-    the device on, or processes on the CPU (docs/tensor-parallel.md)."""
+    """Devices that hold the model together: GPUs from the device on, or processes on the CPU
+    (docs/tensor-parallel.md)."""
 
     kv_memory: Memory = "auto"
-    """KV memory: auto, bytes, or like 2GiB, of each of the devices that hold a model together.
-    auto: 90% of what is free on a GPU (less where a step needs more than the rest), on a CPU the
-    lesser of 4 GiB and a quarter of the RAM, for all of them."""
+    """KV memory of each device: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU, on a
+    CPU the lesser of 4 GiB and a quarter of the RAM."""
 
     max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
     """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
@@ -211,9 +195,8 @@ class EngineOptions(Options):
     """Maximum sequences that run at once (default: as many as KV memory holds)."""
 
     answer_memory: Memory = "auto"
-    """Host memory that log-probabilities of running requests may take, and answers of n above 1:
-    auto (a quarter of the RAM), bytes, or like 2GiB. Requests wait for it; one that may need more
-    alone is refused."""
+    """Host memory for log-probabilities of running requests, and for answers of n above 1: auto (a
+    quarter of the RAM), bytes, or like 2GiB."""
 
     max_passed: int = Field(default=MAX_PASSED, ge=0)
     """Maximum later requests that go before one that waits, because their prefix is in the cache;
@@ -248,8 +231,8 @@ class EngineOptions(Options):
     logprobs_mode: LogprobsMode = Field(
         default="raw_logprobs", json_schema_extra={"identity": True}
     )
-    """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs
-    (what the token was drawn from: after penalties, masks, temperature, top-k, top-p and min-p)."""
+    """Log-probabilities of sampled tokens: raw_logprobs (the model's own) or processed_logprobs (of
+    what the token was drawn from)."""
 
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**64 - 1, json_schema_extra={EXPECTED: "a 64-bit integer"}
@@ -323,8 +306,7 @@ class InputOptions(Options):
 
     parse_special: bool | None = None
     """Read names of control tokens in prompts and texts as these tokens, or as characters, where a
-    request does not say it (default: tokens; in a value that has text of its template beside it,
-    characters). In chats and PML they are always characters."""
+    request does not say it (default: docs/inputs.md)."""
 
     body: str | None = Field(default=None, json_schema_extra={"metavar": "JSON"})
     """What else each request says: {"max_tokens": 64}."""
@@ -364,21 +346,6 @@ def _dtype_name(dtype: Any) -> Any:
     return name
 
 
-# ----------------------------------------------------------------------------- defaults
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place that gives options: a variable, or a file.
-
-    Attributes:
-        name: for people. values: by field; not checked yet.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-
-
 class Defaults:
     """Options from the environment and a file; the environment goes before the file.
 
@@ -399,8 +366,9 @@ class Defaults:
         self.file = file or (Path(os.path.expanduser(named)) if named else None)
         self._tables = {} if self.file is None else _read(self.file)
 
-    def sources(self, kind: type[Options]) -> Iterator[Source]:
-        """Sources that give options of `kind`, each going before the ones listed earlier."""
+    def sources(self, kind: type[Options]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names of the file and of variables that give options of `kind`, and values by field, not
+        checked yet. Each goes before those listed earlier."""
         table = self._tables if not kind.table else self._tables.get(kind.table, {})
         if self.file is not None:
             values: dict[str, Any] = {}
@@ -409,11 +377,11 @@ class Defaults:
                 if name in values:
                     raise ConfigError(f"{self.file}: {key} stands twice, with _ and with -")
                 values[name] = table[key]
-            yield Source(str(self.file), values)
+            yield str(self.file), values
         for name in kind.offered():
             text = self._environment.get(kind.variable(name), "")
             if text:
-                yield Source(kind.variable(name), {name: _parsed(kind, name, text)})
+                yield kind.variable(name), {name: _parsed(kind, name, text)}
 
     def options(
         self, kind: type[Given], given: Mapping[str, Any] | None = None
@@ -428,13 +396,13 @@ class Defaults:
         """
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
-        for source in self.sources(kind):
+        for source, said in self.sources(kind):
             try:
-                kind(**source.values)
+                kind(**said)
             except ConfigError as error:
-                raise ConfigError(f"{source.name}: {error}") from None
-            values |= source.values
-            origins |= dict.fromkeys(source.values, source.name)
+                raise ConfigError(f"{source}: {error}") from None
+            values |= said
+            origins |= dict.fromkeys(said, source)
         values |= given or {}
         origins |= dict.fromkeys(given or {}, "given")
         return kind(**values), origins
@@ -481,15 +449,13 @@ def _field(kind: type[Options], key: str, file: Path) -> str:
     if name is None:
         spellings = {named: named.replace("-", "_") for named in (*TABLES, *names)}
         told = way_out(
-            key.replace("-", "_"), kind.beside, lambda ours: _spelled_in_file(kind, ours)
+            key.replace("-", "_"),
+            kind.beside,
+            lambda ours: kind.offered().get(ours, ours).replace("-", "_"),
         )
         hint = told or _nearest(key.replace("_", "-"), spellings)
         raise ConfigError(f"{file}: there is no option {key!r}{hint}")
     return name
-
-
-def _spelled_in_file(kind: type[Options], name: str) -> str:
-    return kind.offered().get(name, name).replace("-", "_")
 
 
 def _parsed(kind: type[Options], name: str, text: str) -> Any:
@@ -502,9 +468,6 @@ def _parsed(kind: type[Options], name: str, text: str) -> Any:
         wanted = words(kind.model_json_schema()["properties"][name])
         variable = kind.variable(name)
         raise ConfigError(f"{variable} is {text!r}, expected {wanted}") from None
-
-
-# ----------------------------------------------------------------------------- Python
 
 
 def takes(

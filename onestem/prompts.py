@@ -94,8 +94,7 @@ class PromptReader:
     Args:
         tokenizer: None for a model without one: prompts are token ids.
         path: the model's directory.
-        max_model_len: texts that are certainly longer are refused before they are tokenised; None:
-            it is not known yet.
+        max_model_len: texts that are certainly longer are not tokenised; None: not known yet.
         max_positions: that a sequence of the model may have.
     """
 

@@ -30,6 +30,7 @@ __all__ = [
     "ScoreTree",
     "completion_tree",
     "encode_pairs",
+    "num_common",
     "pair_ids",
     "rolling_windows",
     "whole_ids",
@@ -103,8 +104,7 @@ class PathScores(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Where some of an item's tokens are scored: targets `first` to `end` - 1 of a leaf, as they
-    were asked for."""
+    """Where some of an item's tokens are scored: targets `first` to `end` - 1 of a leaf."""
 
     leaf: int
     first: int
@@ -173,7 +173,7 @@ class ScoreTree:
             key = (self._keys[leaf], leaf)
             at, common, above = bisect_left(known, key), 0, owners[leaf]
             for _, other in known[max(0, at - 1) : at + 1]:
-                shared = _num_common(self.leaves[leaf], self.leaves[other])
+                shared = num_common(self.leaves[leaf], self.leaves[other])
                 if shared > common:
                     common, above = shared, owners[other]
             owners[leaf] = [*((row, who) for row, who in above if row < common), (common, leaf)]
@@ -211,8 +211,7 @@ class ScoreTask:
     Attributes:
         prompt: its token ids, one at least.
         completions: token ids of texts that may follow it, none of them empty.
-        whole: the prompt's tokens from the second on are scored too. The prompt is a text without
-            its last token, and that token is the only completion.
+        whole: the prompt is scored too, from its second token on; its last one is the completion.
     """
 
     prompt: Sequence[int]
@@ -225,8 +224,8 @@ class ScoreTask:
         completions: Sequence[RawText | Sequence[int]] | None,
         tokenizer: Encoder | None,
     ) -> ScoreTask:
-        """The task for a prompt and its completions, all text or all ids; None: for a text or ids
-        that are scored whole. Raises `RequestError`."""
+        """The task for a prompt and its completions, or for a text that is scored whole (None).
+        Raises `RequestError`."""
         if completions is not None:
             ids, given = pair_ids(prompt, completions, tokenizer)
             return ScoreTask(_listed(ids), list(map(_listed, given)))
@@ -345,12 +344,9 @@ def encode_pairs(
 
 
 def rolling_windows(num_tokens: int, max_len: int) -> Iterator[tuple[int, int, int]]:
-    """Windows of a text, each of at most `max_len` computed tokens: (first, start, end).
-
-    Tokens start..end-1 are scored, given those from `first` on. The text's first token is only
-    context. Cut as lm-eval does: each other token is scored once, with at least one token of
-    context, and the last ones with as much as fits.
-    """
+    """Windows of a text as lm-eval cuts it, each of at most `max_len` computed tokens: (first,
+    start, end). Tokens start..end-1 are scored, given those from `first` on. Each but the text's
+    first is scored once, the last ones with as much context as fits."""
     for start in range(1, num_tokens, max_len):
         end = min(start + max_len, num_tokens)
         yield max(0, end - 1 - max_len), start, end
@@ -364,7 +360,7 @@ def _cut(owners: list[tuple[int, int]], first: int, end: int) -> Iterator[tuple[
             yield leaf, max(row, first), min(stop, end)
 
 
-def _num_common(a: IntArray, b: IntArray) -> int:
+def num_common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
     """Leading tokens that two have in common."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]

@@ -69,6 +69,7 @@ class Node:
 
     @property
     def end(self) -> int:
+        """Index after its last token in every sequence that passes through it."""
         return self.start + len(self.tokens)
 
     @property
@@ -146,35 +147,33 @@ class RadixTree(Generic[N]):
         return node, at
 
     def descend(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int]:
-        """Match further tokens of one label below a node that ends tokens 0..at-1: the last node
-        that matches, split where the match ends, and how many tokens its path covers."""
-        while at < len(tokens):
+        """Match further tokens (int32 `[n]`) of one label below a node that ends tokens 0..at-1:
+        the last node that matches, split where the match ends, and how many tokens its path covers.
+        """
+        node, same, at = self._walk(node, tokens, at, label)
+        return (node if same == len(node.tokens) else self.split(node, same)), at
+
+    def _walk(self, node: N, tokens: np.ndarray, at: int, label: Label) -> tuple[N, int, int]:
+        """`descend` without a split: the last node that matches at all, how many of its tokens do,
+        and how many tokens its path covers up to there."""
+        same = len(node.tokens)
+        while at < len(tokens) and same == len(node.tokens):
             child = node.children.get((label, int(tokens[at])))
             if child is None:
                 break
-            same = min(common_length(child.tokens, tokens[at:]), child.num_matchable)
-            if same == 0:
+            more = min(common_length(child.tokens, tokens[at:]), child.num_matchable)
+            if more == 0:
                 break
-            if same < len(child.tokens):
-                return (self.split(child, same), at + same)
-            node, at = child, at + same
-        return node, at
+            node, same, at = child, more, at + more
+        return node, same, at
 
     def num_found(self, tokens: np.ndarray, stretches: Sequence[Stretch] = PLAIN) -> int:
         """How many leading tokens (int32 `[n]`) are here, as `match` finds them. Splits nothing."""
-        node, at = self.root, 0
+        node, same, at = self.root, len(self.root.tokens), 0
         for start, end, label in cut(stretches, len(tokens)):
-            if at < start:
+            if at < start or same < len(node.tokens):
                 break
-            while at < end:
-                child = node.children.get((label, int(tokens[at])))
-                if child is None:
-                    return at
-                same = min(common_length(child.tokens, tokens[at:end]), child.num_matchable)
-                at += same
-                if same < len(child.tokens):
-                    return at
-                node = child
+            node, same, at = self._walk(node, tokens[:end], at, label)
         return at
 
     def overlap(self, other: RadixTree[M], least: int) -> Iterator[tuple[N, int]]:
@@ -232,18 +231,14 @@ class RadixTree(Generic[N]):
 
     def holds(self, node: N) -> bool:
         """Whether a node is entered below its parent."""
-        return (
-            bool(len(node.tokens))
-            and node.parent is not None
-            and (node.parent.children.get(node.key) is node)
-        )
+        parent = node.parent
+        return len(node.tokens) > 0 and parent is not None and parent.children.get(node.key) is node
 
     def remove(self, node: N) -> None:
         """Take out a node that has no children."""
         if node.children:
             raise ValueError("a node with children cannot be removed")
-        if self.holds(node):
-            assert node.parent is not None
+        if node.parent is not None and self.holds(node):
             del node.parent.children[node.key]
 
     def __iter__(self) -> Iterator[N]:
@@ -270,7 +265,7 @@ def cut(stretches: Sequence[Stretch], end: int, start: int = 0) -> Iterator[tupl
 
 
 def common_length(a: array[int], b: np.ndarray) -> int:
-    """How many leading tokens agree."""
+    """How many leading tokens of a node and of others (int32 `[n]`) agree."""
     n = min(len(a), len(b))
     if n == 0:
         return 0

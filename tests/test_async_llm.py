@@ -14,6 +14,7 @@ from onestem import LLM, AsyncLLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, OnestemError, RequestError, WeightsError
 from onestem.request import Request, RequestOutput
 from onestem.server.link.inbox import Inbox
+from onestem.server.link.process import LOADER, EngineProcess
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.changed import changed_model, tensors_of
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -53,6 +54,14 @@ def threaded(model, **changes) -> tuple[AsyncLLM, EngineThread]:
     options = EngineOptions(model=model, **OPTIONS, **changes)
     launcher = EngineThread(options, lambda llm: llm.engine.launcher.sampler.tell_ranks())
     return AsyncLLM.from_options(options, launcher), launcher
+
+
+class Launched(EngineProcess):
+    """Its process can be looked at."""
+
+    async def launch(self):
+        self.link = await super().launch()
+        return self.link
 
 
 async def whole(iterator):
@@ -289,8 +298,7 @@ def test_requests_that_were_not_sent_can_be_aborted(model, llm):
     async def main():
         served, launcher = threaded(model)
         early = asyncio.create_task(whole(served.generate("a text", SHORT, "early")))
-        while "early" not in served._streams:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it begins
         await served.abort("early")
         ends = [await early]
         async with served:
@@ -348,7 +356,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.abort("running")
             assert (await whole(stream)).finished
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             with pytest.raises(OnestemError, match="the engine is down"):
                 await served.pause_generation()
@@ -357,7 +365,7 @@ def test_a_pause_that_failed_holds_nobody_up(model, llm):
             await served.pause_generation("keep")
             late = asyncio.create_task(whole(served.generate([5], SHORT)))
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             await served.resume_generation()
             answers.append(await late)
@@ -390,7 +398,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 await served.sleep()
             launcher.kill()
-            while served._client.supervisor.state == "running":
+            while served.state == "running":
                 await asyncio.sleep(0.001)
             running = asyncio.create_task(whole(stream))
             others = [] if state == "asleep" else [whole(served.generate([5], formed))]
@@ -398,7 +406,7 @@ def test_an_engine_that_dies_keeps_its_requests(model, llm, state):
             if state == "asleep":
                 with pytest.raises(RequestError, match="the LLM is asleep"):
                     await whole(served.generate([5], SHORT))
-            while served._client.supervisor.state != "running":
+            while served.state != "running":
                 await asyncio.sleep(0.001)
             if state == "asleep":
                 assert await served.is_sleeping()
@@ -427,7 +435,7 @@ def test_an_engine_that_dies_does_not_answer_with_the_checkpoints_weights(model,
             launcher.kill()
             with pytest.raises(OnestemError, match="died and its updated weights are lost"):
                 await whole(stream)
-            while served._client.supervisor.state != "running":
+            while served.state != "running":
                 await asyncio.sleep(0.01)
             with pytest.raises(RequestError, match="have no values yet for"):
                 await whole(served.generate([5], SHORT))
@@ -494,11 +502,11 @@ def test_one_event_loop(model):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the loop's own
 def test_closing_behind_its_event_loop_ends_the_engine(model):
-    served = AsyncLLM(model, **OPTIONS)
+    launcher = Launched(EngineOptions(model=model, **OPTIONS), LOADER)
+    served = AsyncLLM.from_options(EngineOptions(model=model, **OPTIONS), launcher)
     asyncio.run(served.start())
-    process = served._client.supervisor._link.process
     asyncio.run(served.close())
-    assert process.wait(20) is not None
+    assert launcher.link.process.wait(20) is not None
     del served
     gc.collect()  # the warning is of this test
 

@@ -162,7 +162,7 @@ def test_env():
 
 
 def test_models_lists_families():
-    known = json.loads(onestem("models", "--json").stdout)
+    known = json.loads(onestem("models", "--json").stdout)["families"]
     assert tuple(known) == tuple(FAMILIES)
     assert "Gemma 3 270M and 1B" in onestem("models").stdout
 
@@ -459,17 +459,21 @@ def test_plain_lines_with_keep_going(model, tmp_path):
     assert "300 lines that cannot be answered" in done.stdout
 
 
-def test_bench_compares_sharing_with_none(model):
+def test_bench_compares_sharing_with_none(model, tmp_path):
+    trace = tmp_path / "trace.jsonl"
     args = (
         "bench", model, "--groups", 2, "--prefix", "30,11", "--degree", "3,2", "--distinct", 5,
         "--output", 4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB",
     )  # fmt: skip
-    found = json.loads(onestem(*args, "--json").stdout)
+    found = json.loads(onestem(*args, "--trace", trace, "--json").stdout)
+    assert list(found) == ["model", "full", "off"]
     assert found["model"] == str(model)
     full, off = found["full"], found["off"]
     assert full["tokens_sha256"] == off["tokens_sha256"]
     assert full["processed_prompt_tokens"] == 2 * (30 + 3 * 11 + 6 * 5)
     assert off["processed_prompt_tokens"] == 12 * 46
+    steps = list(map(json.loads, trace.read_text().splitlines()))
+    assert sum(one["prefix"] + one["distinct"] for one in steps) == full["processed_prompt_tokens"]
     table = onestem(*args, "--share", "storage").stdout
     assert re.search(r"^storage gives [\d.]+ times the requests per second of off$", table, re.M)
     alone = onestem(*args, "--share", "off").stdout
@@ -487,25 +491,14 @@ def test_verbs_of_the_laboratory_say_how_to_get_it(monkeypatch):
         )
     listed = CliRunner().invoke(app, ["bench", "--help"]).output
     assert "attention" not in listed
+    mistyped = CliRunner().invoke(app, ["bench", "atention", "--device", "cpu"])
+    assert str(mistyped.exception) == (
+        "'atention' is no verb of onestem bench and no model: give one of job, attention, batch, "
+        "paper, pml, serve, tune, or a model's directory, owner/name, shape:NAME or embedded"
+    )
     moved = CliRunner().invoke(app, ["tune"])
     assert "`onestem bench tune`" in str(moved.exception)
     assert "pip install ./lab" in str(moved.exception)
-
-
-def test_bench_job_compares_sharing_with_none(model, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    ran = onestem(
-        "bench", model, "--groups", 2, "--degree", 3, "--prefix", 30, "--distinct", 5, "--output",
-        4, "--dtype", "float32", "--device", "cpu", "--kv-memory", "1MiB",
-        "--trace", trace, "--json",
-    )  # fmt: skip
-    found = json.loads(ran.stdout)
-    assert list(found) == ["model", "full", "off"]
-    assert found["full"]["tokens_sha256"] == found["off"]["tokens_sha256"]
-    computed = found["full"]["processed_prompt_tokens"]
-    assert (computed, found["off"]["processed_prompt_tokens"]) == (2 * (30 + 3 * 5), 6 * 35)
-    steps = list(map(json.loads, trace.read_text().splitlines()))
-    assert sum(step["prefix"] + step["distinct"] for step in steps) == computed
 
 
 def test_bench_batch_gives_equal_tokens_in_every_mode(model):

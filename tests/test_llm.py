@@ -258,6 +258,7 @@ def test_chat(llm):
     assert len(two) == 2
     assert one[0].outputs[0].token_ids == two[0].outputs[0].token_ids
     assert one[0].prompt_token_ids == llm.tokenizer.apply_chat_template(question)
+    assert llm.chat([], params) == llm.chat([], [params]) == []
 
 
 def test_chat_that_goes_on_and_variables_of_the_template(llm):
@@ -583,7 +584,7 @@ def test_random_weights_need_only_a_config(model, tmp_path):
 
 def test_bad_options_are_one_line_each(model, tmp_path):
     for options, message in (
-        ({"model": "no/such/place"}, "no directory and no hub name"),
+        ({"model": "no/such/place"}, "no directory, no hub name"),
         ({"model": model, "device": "cuda:0"}, "sees no GPU"),
         ({"model": model, "device": "abacus"}, "device is 'abacus'"),
         ({"model": model, "dtype": "int3"}, "dtype is 'int3'"),

@@ -16,6 +16,7 @@ from onestem.errors import ConfigError
 from onestem.llm import LLM
 from onestem.options import Defaults, EngineOptions
 from onestem.server.settings import Settings
+from onestem_lab.load.flags import flags_of
 from tests.models.tiny import make_tiny
 
 PACKAGE = Path(__file__).parent.parent / "onestem"
@@ -186,7 +187,7 @@ def test_serves_argument_goes_before_a_variable(monkeypatch):
 
 def test_flags_say_again_what_was_told():
     told = {"page_size": 16, "random_weights": False, "kv_memory": "1GiB", "threads": None}
-    flags = EngineOptions(**told).flags()
+    flags = flags_of(EngineOptions(**told))
     assert set(flags) == {"--page-size=16", "--no-random-weights", "--kv-memory=1GiB"}
 
 

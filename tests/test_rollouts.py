@@ -166,7 +166,7 @@ def test_a_bar_is_shown_at_a_terminal_alone(llm, monkeypatch, capsys):
 )
 def test_log_probabilities_of_what_is_drawn_from(model, fields, greedy):
     """Against the distribution that a sampler in float64 draws from."""
-    from onestem.ops.sampling.reference import keep
+    from tests.ops.reference_sampling import keep
 
     params = SamplingParams(max_tokens=4, seed=2, n=3, ignore_eos=True, logprobs=3, **fields)
     prompt = PROMPTS[0]

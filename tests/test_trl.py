@@ -139,6 +139,7 @@ def test_a_trainer_that_is_not_changed(trl, model, tmp_path, monkeypatch):
     assert json.dumps(trainer.state.log_history)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")
 def test_the_reward_rises(trl):
     """The benchmark's short form: the embedded model learns to write digits."""

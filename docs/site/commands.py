@@ -75,8 +75,9 @@ def _shared(verb: Any) -> Records:
 
 
 def _record(one: Any, context: Any, kind: type[Options] | None) -> str:
-    """`--name <type>`: what it does; and its range, where `kind` declares one."""
+    """`--name <type>`, if it is no text: what it does; its range, where `kind` declares one."""
     name, told = one.get_help_record(context) or ("", "")
+    name = re.sub(r" <(?:str|path)>", "", name)
     if kind is not None:
         fields = {f"--{flag}": field for field, flag in kind.offered().items()}
         schema = kind.model_json_schema()["properties"].get(fields.get(one.opts[0]), {})

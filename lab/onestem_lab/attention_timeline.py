@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from onestem.cost.timing import graph_ms
-from onestem.ops.triton import Workspace, kernels, sm90
+from onestem.ops.triton import Kernels, States, Workspace, kernels, sm90
 from onestem.ops.triton import launch as launching
 from onestem.ops.triton.launch import MERGING
 from onestem_lab.attention.cases import CASES, Heads, Step, decode_step, make_tensors, tree_levels
@@ -71,8 +71,8 @@ HOPPER: dict[str, tuple[Change, ...]] = {
         TIMER,
         ("    control, pool, boxes", "    control, slopes, pool, boxes", 1),
         (
-            "    wide = MOST > ROWS and columns < 0\n",
-            "    wide = MOST > ROWS and columns < 0\n    if SIDE == 0 and PART == 0:\n"
+            "    wide = FORM.most > ROWS and columns < 0\n",
+            "    wide = FORM.most > ROWS and columns < 0\n    if SIDE == 0 and PART == 0:\n"
             + _stamp(8, QUEUE),
             1,
         ),
@@ -180,11 +180,12 @@ def changed(text: str, changes: tuple[Change, ...]) -> str:
 def show(name: str, step: Step, heads: Heads, attend: ModuleType, merge: ModuleType) -> None:
     device = torch.device("cuda")
     q, k, v = make_tensors(step, heads, device)
-    space = Workspace(
-        max_rows=len(q), num_q_heads=heads.num_q_heads, num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim, page_size=heads.page_size, dtype=heads.dtype, device=device,
-        max_words=1 << 20, max_states=8192,
+    made = Kernels.make(
+        num_q_heads=heads.num_q_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
+        page_size=heads.page_size, dtype=heads.dtype, device=device, windowed=False,
     )  # fmt: skip
+    states = States.empty(8192, heads.num_q_heads, heads.head_dim, device)
+    space = Workspace(made, states, max_rows=len(q), max_words=1 << 20)
     work = space.write(step.plan)
     space.upload()
     programs = space.kernels.num_sms
@@ -228,7 +229,6 @@ def launch(
     q, k, v, out = tensors
     work, states = space.work, space.states
     assert work is not None
-    assert states is not None
     attending = _Stamped(attend.attend_hopper, lambda args: (*args[:8], stamps, *args[9:]))
     merging = _Stamped(merge.merge_kernel, lambda args: (*args, ends))
     with (

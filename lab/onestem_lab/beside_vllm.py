@@ -49,6 +49,7 @@ from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.request import SamplingParams
 from onestem_lab import scores
+from onestem_lab.cases import prompts_of
 from onestem_lab.lengths import parse_lengths
 from onestem_lab.peers.vllm_process import Vllm, absent_vllm
 from onestem_lab.results import device_name, machine, write
@@ -84,7 +85,7 @@ class Work:
         else:
             groups, _, prompt, output = sizes
             case = BatchCase(groups, (1,), (0,), prompt, output, "shuffled", 0)
-        return case.prompts(self.vocab_size)
+        return prompts_of(case, self.vocab_size)
 
     @property
     def params(self) -> dict[str, Any]:

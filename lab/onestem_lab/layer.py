@@ -31,7 +31,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from onestem.cost.timing import cpu_ms, graph_ms
+from onestem.cost.timing import graph_ms
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer
 from onestem.models.linear import held_tensors
@@ -44,6 +44,7 @@ from onestem.shapes import find_shape
 from onestem_lab.attention.measure import device_facts
 from onestem_lab.attention.rates import Rates, measure_rates
 from onestem_lab.results import machine, write
+from onestem_lab.timing import cpu_ms
 
 LAYERS, REPEATS, DTYPE = 4, 5, torch.bfloat16
 PLAIN = "16bit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from itertools import product
 from typing import Any, cast
@@ -89,15 +90,15 @@ def swept(
             for cut, call in fit.items():
                 off = (call(layers[0]).double() - truth).abs()
                 if not bool((off <= bound).all()):
-                    wrong.append(tuple(cut))
+                    wrong.append(astuple(cut))
             found = {cut: microseconds(call, layers, device) for cut, call in fit.items()}
             taken = x if standing[0].rounds is None else given
             before = microseconds(lambda layer, taken=taken: layer(taken), standing, device)
             best = sorted(found, key=found.__getitem__)
-            shown = "; ".join(f"{found[cut]:.1f} {tuple(cut)}" for cut in best[:5])
+            shown = "; ".join(f"{found[cut]:.1f} {astuple(cut)}" for cut in best[:5])
             print(
                 f"{form} {name} {rows}: floor {floor:.1f}, standing {before:.1f}, own "
-                f"{found[own]:.1f} {tuple(own)}; {shown}; {len(calls) - len(fit)} did not fit, "
+                f"{found[own]:.1f} {astuple(own)}; {shown}; {len(calls) - len(fit)} did not fit, "
                 f"wrong: {wrong or 'none'}",
                 flush=True,
             )
@@ -107,8 +108,8 @@ def swept(
                 "rows": rows,
                 "floor_us": floor,
                 "standing_us": before,
-                "own": own,
-                "us": [[found[cut], *cut] for cut in best],
+                "own": astuple(own),
+                "us": [[found[cut], *astuple(cut)] for cut in best],
                 "wrong": wrong,
             }
 

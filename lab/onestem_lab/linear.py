@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onestem.cost.timing import cpu_ms
 from onestem.models.linear import Layout, Linear
 from onestem.shapes import find_shape
 from onestem_lab.peers.layer_products import layer_products
 from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.timing import cpu_ms
 
 PIECES = (128, 256, 512, 1024)
 LAYERS, REPEATS = 6, 9

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onestem.ops.triton import Kernels, Workspace, kernels, load_config, sm90
+from onestem.ops.triton import Kernels, States, Workspace, kernels, load_config, sm90
 from onestem_lab.attention.cases import decode_step
 from onestem_lab.attention_timeline import HOPPER, MERGE, changed, launch
 
@@ -26,11 +26,8 @@ def test_stamps_go_into_the_kernel_that_merges():
 
 def test_the_copies_get_the_arguments_of_their_kernels_and_the_stamps():
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
-    space = Workspace(
-        max_rows=64, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16,
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
-    space.kernels = Kernels(8, 2, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
+    made = Kernels(8, 2, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
+    space = Workspace(made, States.empty(4096, 8, 128, torch.device("cpu")), max_rows=64)
     work = space.write(decode_step((1, 64), (2048, 64), page_size=16).plan)
     launched = {}
 
@@ -56,7 +53,7 @@ def test_the_copies_get_the_arguments_of_their_kernels_and_the_stamps():
     assert args[6:8] == states
     assert args[11] == len(space.control)
     assert len(args) == 12
-    assert options["MOST"] == 64
+    assert options["FORM"].most == 64
     assert work.num_wide == 0
     args, options = launched["merge"]
     assert all(

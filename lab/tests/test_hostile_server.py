@@ -30,6 +30,7 @@ from onestem_lab.serve.hostile_requests import _expect_deleted, _use_and_delete
 from onestem_lab.serve.hostile_schemas import small_schema
 from onestem_lab.serve.hostile_server import ENGINE, KINDS, Outages, Restarts, Server
 from onestem_lab.serve.hostile_setting import Setting
+from tests.soak import soaked
 
 # A server with an "engine": a process that ends with it, and is started again when it is gone.
 # With the argument `stays`, its engine goes on without it.
@@ -64,7 +65,7 @@ server.serve_forever()
 """
 
 
-@pytest.fixture(params=["ends", "stays"])
+@pytest.fixture(params=["ends", soaked("stays")])
 def server(request, tmp_path) -> Iterator[tuple[Server, str]]:
     program = tmp_path / "server.py"
     program.write_text(PROGRAM)

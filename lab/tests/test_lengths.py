@@ -11,6 +11,7 @@ import pytest
 
 from onestem.bench import BatchCase, draw_length, named
 from onestem.errors import ConfigError
+from onestem_lab.cases import prompts_of
 from onestem_lab.lengths import (
     DATA_SETS,
     Listed,
@@ -193,7 +194,7 @@ def test_jobs_of_numbers_stay_the_same():
         "round-robin": "3f3c43de82b7ad590a6d1343ea5dc6842f9d3ca5608b42590fb1b453c843ac36",
     }
     for order, digest in digests.items():
-        prompts = BatchCase(3, (2, 4), (30, 11), 5, 7, order, 9).prompts(1000)
+        prompts = prompts_of(BatchCase(3, (2, 4), (30, 11), 5, 7, order, 9), 1000)
         assert hashlib.sha256(json.dumps(prompts).encode()).hexdigest() == digest
 
 
@@ -214,7 +215,7 @@ def test_a_job_of_distributions_is_the_seeds():
     assert shuffled != requests
     assert sorted(shuffled) == sorted(requests)
     # Prompts do not depend on what is sampled.
-    assert case(output="9").prompts(10**9) == [ids for ids, _ in requests]
+    assert prompts_of(case(output="9"), 10**9) == [ids for ids, _ in requests]
     assert case(seed=5).requests(10**9) != requests
 
 

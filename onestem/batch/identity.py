@@ -1,4 +1,4 @@
-"""Identity of the model in a directory: a short text that changes when its answers might."""
+"""Identity of a model: a short text that changes when its answers might."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onestem.errors import JobError
 from onestem.files import check_regular
+from onestem.models.gguf.file import open_gguf
 
 __all__ = ["model_identity"]
 
@@ -18,7 +19,8 @@ SAMPLE_BYTES = 64 << 10
 
 
 def model_identity(directory: str | os.PathLike[str]) -> str:
-    """16 hexadecimal digits over config, tokenizer and weights in a model directory.
+    """16 hexadecimal digits over config, tokenizer and weights in a model directory, or over a GGUF
+    file and its other parts.
 
     Files of up to 64 MiB are hashed in full. Larger ones count by size and 64 samples of 64 KiB,
     from the beginning to the end. That is enough to tell trainings of a model apart.
@@ -26,7 +28,8 @@ def model_identity(directory: str | os.PathLike[str]) -> str:
     folder = Path(directory)
     digest = hashlib.sha256()
     try:
-        for path in sorted({path for pattern in PATTERNS for path in folder.glob(pattern)}):
+        files = {path for pattern in PATTERNS for path in folder.glob(pattern)}
+        for path in sorted(files) if folder.is_dir() else open_gguf(folder).parts:
             check_regular(path, JobError, most_bytes=None)
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(_content_hash(path))

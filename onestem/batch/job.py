@@ -30,6 +30,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from onestem.batch.spool import (
     SpooledRequest,
     Tokenizer,
     Validate,
+    as_begun,
     spool_facts,
     write_spool,
 )
@@ -278,7 +280,7 @@ class _Job:
                 self._place,
                 self._identity.job,
                 tokenizer=self._tokenizer,
-                validate=self._validate,
+                validate=self._check,
                 on_chunk=self._tell_read,
                 chunk_lines=self._chunk_lines,
                 first_lines=self._first_lines,
@@ -296,6 +298,13 @@ class _Job:
                 self._place.discard_spool()
             raise
         self._place.write_manifest(self._identity.record() | {"spool": facts | self._checked})
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never be answered, read as the job began."""
+        params = as_begun(request.params, self._identity.whitespace)
+        if params is not request.params:
+            request = replace(request, params=params)
+        self._validate(request)
 
     def _tell_read(self, num_lines: int, num_bytes: int) -> None:
         self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))

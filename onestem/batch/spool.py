@@ -58,6 +58,7 @@ __all__ = [
     "SpooledRequest",
     "Tokenizer",
     "Validate",
+    "as_begun",
     "output_lengths",
     "spool_facts",
     "write_spool",
@@ -276,10 +277,15 @@ class Spool:
         fields = dict(line.sampling)
         if fields.get("seed") is None:
             fields["seed"] = derived_seed(self.job, line.custom_id)
-        params = SamplingParams(**fields)
-        if self._whitespace is not None or params.response_format is None:
-            return params
-        return params.replace(response_format=as_earlier(params.response_format))
+        return as_begun(SamplingParams(**fields), self._whitespace)
+
+
+def as_begun(params: SamplingParams, whitespace: Whitespace | None) -> SamplingParams:
+    """Parameters of a line as the version reads them that began its job. `whitespace`: of the job's
+    `JobIdentity`."""
+    if whitespace is not None or params.response_format is None:
+        return params
+    return params.replace(response_format=as_earlier(params.response_format))
 
 
 def _checked(file: IO[bytes], start: int, size: int, checksum: int) -> bytes:

@@ -87,12 +87,16 @@ class Template:
                 return value
         return "".join(text for text, _ in self._texts(row))
 
-    def quoted(self, row: Row) -> tuple[Span, ...]:
-        """Where a row's values are in its text. A single field's is the text itself, and is not
-        quoted."""
-        if self.is_field:
-            return ()
-        return RawText.joined(RawText.of(*one) for one in self._texts(row)).quoted
+    def quoted(self, row: Row, *, alone: bool) -> list[tuple[Span, ...]]:
+        """Where a row's values are in its text, or in each of its texts. `alone`: a single field's
+        is the text itself, and is not quoted."""
+        if not self.is_field:
+            return [RawText.joined(RawText.of(*one) for one in self._texts(row)).quoted]
+        if alone:
+            return [()]
+        value = self.value(row)
+        texts = value if isinstance(value, list) else [value]
+        return [RawText.of(one, False).quoted if isinstance(one, str) else () for one in texts]
 
     def _texts(self, row: Row) -> Iterator[tuple[str, bool]]:
         """The parts' texts, and whether each is the template's own."""
@@ -258,9 +262,16 @@ class Recipe:
 
 
 def _quoted(fields: Mapping[str, Any], row: Row) -> dict[str, list[tuple[Span, ...]]]:
-    """Where a row's values are in each text of the fields; empty where they are in none."""
+    """Where a row's values are in each text of the fields; empty where they are in none. A
+    completion has its prompt's text beside it, unless that is a single field too."""
+    prompt = fields.get("prompt")
+    has_text = isinstance(prompt, Template) and not prompt.is_field
     found = {
-        name: [template.quoted(row) for template in _leaves(value)]
+        name: [
+            spans
+            for template in _leaves(value)
+            for spans in template.quoted(row, alone=name != "completions" or not has_text)
+        ]
         for name, value in fields.items()
     }
     return found if any(map(any, found.values())) else {}

@@ -19,12 +19,12 @@ from onestem.options import EngineOptions, InputOptions
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from onestem.batch import JobInput, JobSummary, OpenEnded, Progress
+    from onestem.batch import JobInput, JobSummary, Progress
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
     from onestem.replicas import Replicas
 
-__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "batch", "open_input", "score"]
+__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "Schemas", "batch", "open_input", "score"]
 
 Input = Annotated[
     Path,
@@ -57,6 +57,12 @@ RayAddress = Annotated[
         help="The Ray cluster of the replicas (default: one is started on this machine).",
     ),
 ]
+Schemas = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
@@ -66,12 +72,7 @@ def batch(
     output: Output,
     engine: EngineOptions,
     rows: InputOptions,
-    schemas: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
-        ),
-    ] = None,
+    schemas: Schemas = None,
     replicas: NumReplicas = None,
     ray_address: RayAddress = None,
     force: Force = False,
@@ -84,18 +85,12 @@ def batch(
     each makes a request (docs/inputs.md).
 
     Lines that cannot be answered get an error object and the job goes on; the same command does
-    not try them again. The first such line and its reason are shown at once. If none of the first
-    256 lines can be answered, the job is refused and leaves no files (see --keep-going).
+    not try them again. If none of the first 256 lines can be answered, the job is refused and
+    leaves no files (see --keep-going).
 
     While it runs, finished answers are in OUT.jsonl.partial and the rest of its work in
-    OUT.jsonl.work; both are gone when OUT.jsonl is complete. In float32 a continued job writes the
-    bytes of an uninterrupted one, except the last digits of log-probabilities.
-
-    At the end a line says what was computed. Where `onestem plan` has measured this device for the
-    model before, two more lines compare the prediction with the job (docs/cost-model.md).
-
-    With --replicas the job's groups are dealt to engines in actors of Ray (docs/replicas.md). The
-    file is the same, and the same command goes on with any number of replicas.
+    OUT.jsonl.work; both are gone when OUT.jsonl is complete. At the end a line says what was
+    computed, and two more compare it with the prediction, if there is one (docs/cost-model.md).
 
     Exit code: 0 if every line was answered, 1 if some failed, 2 if the job could not run or was
     refused, 130 after Ctrl-C.
@@ -178,13 +173,17 @@ def _run(
                     force=force,
                     keep_going=keep_going,
                     on_progress=progress,
-                    on_first_error=lambda error: _tell_error(error, output),
-                    on_warning=lambda warning: print(f"onestem: {warning}", file=sys.stderr),
-                    on_open_ended=lambda found: _tell_open_ended(found, source),
+                    on_first_error=lambda error: _say(
+                        f"{error} (each such line has its reason in {output})"
+                    ),
+                    on_warning=_say,
+                    on_open_ended=lambda found: _say(
+                        found.line(has_template=source.recipe is not None)
+                    ),
                     watch=watch,
                 )
         except JobInterrupted as interrupted:
-            print(f"onestem: {interrupted}", file=sys.stderr)
+            _say(interrupted)
             raise typer.Exit(130) from None
         _report(summary, watch)
     print(summary.last_line(), file=sys.stderr)
@@ -208,13 +207,8 @@ def _watch(llm: LLM | Replicas) -> JobWatch:
     return JobWatch.of_llm(llm) if isinstance(llm, LLM) else llm.watch()
 
 
-def _tell_error(error: str, output: Path) -> None:
-    print(f"onestem: {error} (each such line has its reason in {output})", file=sys.stderr)
-
-
-def _tell_open_ended(found: OpenEnded, source: JobInput) -> None:
-    line = found.line(has_template=source.recipe is not None)
-    print(f"onestem: {line}", file=sys.stderr)
+def _say(text: object) -> None:
+    print(f"onestem: {text}", file=sys.stderr)
 
 
 def _report(summary: JobSummary, watch: JobWatch) -> None:
@@ -241,7 +235,7 @@ def _report(summary: JobSummary, watch: JobWatch) -> None:
 class JobProgress(AbstractContextManager["JobProgress"]):
     """A progress bar on stderr, fed by `run_job` or `plan_file`."""
 
-    def __init__(self, quiet: bool = False, label: str = "") -> None:
+    def __init__(self, quiet: bool = False) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -252,41 +246,35 @@ class JobProgress(AbstractContextManager["JobProgress"]):
         )
         from rich.progress import Progress as Bar
 
-        self._bar = (
-            None
-            if quiet
-            else Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=quiet,
         )
-        self._label = f"{label} " if label else ""
         self._stage: str | None = None
         self._task: TaskID | None = None
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None and self._stage is not None:
+        if self._stage is not None:
             self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
-        if self._bar is None or (progress.stage == "read" and not progress.done):
+        if self._bar.disable or (progress.stage == "read" and not progress.done):
             return  # a file whose first lines are refused gets no bar
-        names = {"read": "reading (bytes)", "run": "answering", "write": "writing"}
+        name = {"read": "reading (bytes)", "run": "answering", "write": "writing"}[progress.stage]
         if progress.stage != self._stage:
             self._stage = progress.stage
             self._bar.start()
-            self._task = self._bar.add_task(
-                self._label + names[progress.stage], total=progress.total
-            )
+            self._task = self._bar.add_task(name, total=progress.total)
         assert self._task is not None
         failed = f", {progress.failed} failed" if progress.failed else ""
         self._bar.update(
             self._task,
             completed=progress.done,
             total=progress.total,
-            description=self._label + names[progress.stage] + failed,
+            description=name + failed,
         )

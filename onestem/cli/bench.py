@@ -6,6 +6,7 @@ import json
 import sys
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +15,8 @@ from typer.main import get_group
 from onestem.cli import options
 from onestem.cli.hints import HintingGroup
 from onestem.errors import ConfigError
-from onestem.options import EngineOptions
-from onestem.shapes import shape_names
+from onestem.options import EMBEDDED, EngineOptions
+from onestem.shapes import is_shape
 
 __all__ = ["LAB", "AsJson", "InputOrder", "Seed", "WarmUp", "app"]
 
@@ -44,11 +45,22 @@ def _added() -> dict[str, Any]:
     return found
 
 
+def _may_be_model(name: str) -> bool:
+    return name == EMBEDDED or is_shape(name) or "/" in name or Path(name).exists()
+
+
 class BenchGroup(HintingGroup):
     """`onestem bench MODEL` is `onestem bench job MODEL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in ("-h", "--help", *LAB, *self.list_commands(ctx)):
+        verbs = [*self.list_commands(ctx), *LAB]
+        if args and args[0] not in ("-h", "--help", *verbs):
+            if not (args[0].startswith("-") or _may_be_model(args[0])):
+                raise ConfigError(
+                    f"{args[0]!r} is no verb of onestem bench and no model: give one of "
+                    f"{', '.join(dict.fromkeys(verbs))}, or a model's directory, owner/name, "
+                    f"shape:NAME or {EMBEDDED}"
+                )
             args = [PLAIN, *args]
         return super().parse_args(ctx, args)
 
@@ -72,8 +84,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Measure on this machine. `onestem bench MODEL` is `onestem bench job MODEL`. The other "
-    "verbs are of onestem-lab (`pip install ./lab` in a clone). Shapes, for shape:NAME in place "
-    f"of a model: {', '.join(shape_names())}.",
+    "verbs are of onestem-lab (`pip install ./lab` in a clone). docs/models.md has the shapes, for "
+    "shape:NAME in place of a model.",
 )
 
 
@@ -87,9 +99,7 @@ def _group() -> None:
 def job(
     context: typer.Context,
     engine: EngineOptions,
-    name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
+    name: options.Model = None,
     groups: Annotated[int, typer.Option(help="Prefixes.")] = 4,
     degree: Annotated[
         str, typer.Option(help="Requests per prefix; '64,2': 64 sub-prefixes of 2 each.")

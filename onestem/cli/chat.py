@@ -30,20 +30,12 @@ A line that ends in \\ goes on in the next."""
 def chat(
     context: typer.Context,
     engine: EngineOptions,
-    name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
+    name: options.Model = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 2048,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy (default: the model's).")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Nucleus mass (default: the model's).")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
-    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
 ) -> None:
     """Talk to a model. Each turn computes only what is new: the conversation before it is in KV
     memory. /help lists commands. Without a terminal each line of the input is a message."""

@@ -19,15 +19,9 @@ def generate(
     engine: EngineOptions,
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy (default: the model's).")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Nucleus mass (default: the model's).")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
-    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends an answer (may be repeated).")
     ] = None,
@@ -78,22 +72,9 @@ def generate(
         outputs = llm.generate(prompts, params, parse_special=parse_special)
     for prompt, output in zip(prompts, outputs, strict=True):
         if as_json:
-            typer.echo(
-                json.dumps(
-                    {
-                        "prompt": prompt,
-                        "outputs": [
-                            {
-                                "text": o.text,
-                                "token_ids": o.token_ids,
-                                "finish_reason": o.finish_reason,
-                            }
-                            for o in output.outputs
-                        ],
-                    },
-                    ensure_ascii=False,
-                )
-            )
+            names = ("text", "token_ids", "finish_reason")
+            facts = [{name: getattr(one, name) for name in names} for one in output.outputs]
+            typer.echo(json.dumps({"prompt": prompt, "outputs": facts}, ensure_ascii=False))
             continue
         for answer in output.outputs:
             typer.echo(answer.text)

@@ -35,7 +35,8 @@ NEEDED_BY = (
 def models(
     engine: Annotated[EngineOptions, options.Only(*NEEDED_BY)],
     model: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="Model directory, shape:NAME, or hub name.")
+        str | None,
+        typer.Argument(metavar="DIR", help="Directory, GGUF file, shape:NAME, or hub name."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Read the weights, and show the errors of their format.")
@@ -46,12 +47,12 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """List the supported families of models. With a directory: show what the model would need on
-    this machine, and whether its files are complete. No weights are loaded.
+    """List the supported families of models, and the models that are on this machine: in installed
+    packages, the hub's cache, Ollama's store, and GGUF files. With a model: show what it would need
+    on this machine, and whether its files are complete. No weights are loaded.
 
-    With --check quantised weights are read layer by layer, and the relative errors of products of
-    random rows are shown. With --quantization or --original, errors of weights are shown too. Plain
-    weights have no such errors.
+    With --check the relative errors of products of quantised weights with random rows are shown;
+    with --quantization or --original, errors of weights too.
 
     Exit code: 0 if it would run, 1 if files are missing or memory is too small, 2 if it is not
     supported.
@@ -84,14 +85,25 @@ def models(
 
 def _list(as_json: bool) -> None:
     from onestem.models.families import FAMILIES
+    from onestem.models.local import local_models
 
-    known = {name: family.models for name, family in FAMILIES.items()}
+    known, here = {name: family.models for name, family in FAMILIES.items()}, local_models()
     if as_json:
-        typer.echo(json.dumps(known))
+        listed = [asdict(one) | {"path": str(one.path)} for one in here]
+        typer.echo(json.dumps({"families": known, "here": listed}))
         return
-    width = max(map(len, known))
-    for name, called in known.items():
-        typer.echo(f"{name:{width}}  {called}")
+    typer.echo("Families:")
+    _columns(known.items())
+    if here:
+        typer.echo("\nOn this machine (`onestem chat NAME`):")
+        _columns((one.name, f"{_size(one.num_bytes)}, {one.kept_by}: {one.path}") for one in here)
+
+
+def _columns(rows: Iterable[tuple[str, str]]) -> None:
+    listed = list(rows)
+    width = max(len(name) for name, _ in listed)
+    for name, rest in listed:
+        typer.echo(f"  {name:{width}}  {rest}")
 
 
 def _errors(engine: EngineOptions, needs: Needs, original: Path | None) -> Iterator[FormatError]:

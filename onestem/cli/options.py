@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -20,7 +20,16 @@ from onestem.options import Defaults, EngineOptions, Options, extra_of
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Only", "load_llm", "named_model", "refuse_given", "with_options"]
+__all__ = [
+    "Model",
+    "Only",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "load_llm",
+    "named_model",
+    "with_options",
+]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -33,6 +42,15 @@ CONFIG = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+
+
+# Options of verbs that answer.
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy (default: the model's).")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus mass (default: the model's).")]
+TopK = Annotated[
+    int | None, typer.Option(help="Most likely tokens to keep (default: the model's).")
+]
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 
 
 class Only:
@@ -120,20 +138,6 @@ def _help(field: FieldInfo) -> str:
     if field.default in (None, False, ()) or "(default:" in told:
         return told
     return re.sub(r"\.?$", "", told) + f" (default: {field.default})."
-
-
-def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raise `ConfigError` if one of these options is on the command line.
-
-    Args:
-        names: of parameters.
-        why: after the option's name.
-    """
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            flag = next(one for one in context.command.params if one.name == name).opts[0]
-            raise ConfigError(f"{flag} {why}: leave it out")
 
 
 def named_model(context: typer.Context, engine: EngineOptions, name: str | None) -> EngineOptions:

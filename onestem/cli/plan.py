@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onestem.cli import options
-from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, open_input
+from onestem.cli.batch import Input, JobProgress, KeepGoing, Quiet, Schemas, open_input
 from onestem.interrupts import exit_on_sigterm
 from onestem.options import EngineOptions, InputOptions
 
@@ -47,14 +47,7 @@ Predicts = Annotated[
     bool,
     typer.Option(
         "--predict/--no-predict",
-        help="Predict what the job takes. The first time, this device's rates are measured, "
-        "which takes some seconds, and kept.",
-    ),
-]
-Schemas = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--schema", metavar="FILE", help="PML schema that lines may name (may be repeated)."
+        help="Predict what the job takes. The first time, this device's rates are measured.",
     ),
 ]
 Replicas = Annotated[
@@ -69,8 +62,7 @@ Advises = Annotated[
     bool,
     typer.Option(
         "--advice/--no-advice",
-        help="Show what another order of the prompts' fields would save. Where one saves more, "
-        "the job is tokenised again in that order.",
+        help="Show what another order of the prompts' fields would save.",
     ),
 ]
 
@@ -108,12 +100,10 @@ def plan(
     """Group and order a job's prompts; report what sharing saves, and predict what the job takes
     with sharing and without (docs/cost-model.md). No weights are loaded.
 
-    The largest groups are shown with the first words that they share. The first line that cannot
-    be answered and its reason are shown at once. If none of the first 256 lines can be answered,
-    the job is refused (see --keep-going).
+    If none of the first 256 lines can be answered, the job is refused (see --keep-going).
 
-    The file of --write has each line of the input, byte for byte; lines that cannot be answered,
-    and blank ones, are the last. It is for engines that keep prefixes and take lines as they come.
+    The file of --write is for engines that keep prefixes and take lines as they come. Lines that
+    cannot be answered, and blank ones, are the last.
 
     Exit code: 0 if every line can be answered, 1 if some cannot, 2 if the job could not be planned
     or was refused.

@@ -100,9 +100,7 @@ def run(
     isolation: Isolation = "anchored",
     n: Annotated[int, typer.Option("-n", help="Answers.")] = 1,
     max_tokens: MaxTokens = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy (default: the model's).")
-    ] = None,
+    temperature: options.Temperature = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Answer a prompt; its cost goes to stderr.
@@ -202,7 +200,8 @@ def memory(
     models: Annotated[
         list[str],
         typer.Option(
-            "--model", help="Model directory, hub name, or a config.json (may be repeated)."
+            "--model",
+            help="Model directory, GGUF file, hub name, or a config.json (may be repeated).",
         ),
     ],
     num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes of a number.", min=1)] = 2,
@@ -213,7 +212,7 @@ def memory(
     The first column counts a key and a value for each query head, as table 2 of the Prompt Cache
     paper does. The second counts those that are stored, for each KV head.
     """
-    from onestem.cli.pml_memory import find_config
+    from onestem.cli.pml_model import find_config
     from onestem.models.memory import token_memory
 
     sizes = [(model, token_memory(find_config(model), num_bytes=num_bytes)) for model in models]

@@ -35,6 +35,7 @@ class Checker:
         self.failed = False
 
     def add(self, path: Path) -> None:
+        """Read a file: a schema is checked and kept, a prompt is kept."""
         try:
             found = read(path)
             if isinstance(found, Prompt):
@@ -60,6 +61,7 @@ class Checker:
         typer.echo(f"{path}: schema {schema.name}, {counts}")
 
     def check_prompt(self, path: Path, prompt: Prompt) -> None:
+        """Check a prompt against the schema that was added."""
         try:
             imports = len(bind(find_schema(prompt, self.schemas), prompt))
             facts = f"{imports} imports"

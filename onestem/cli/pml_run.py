@@ -56,6 +56,7 @@ def load_library(llm: LLM, prompt_file: Path, prompt: Prompt, schemas: list[Path
 
 
 def answer_facts(output: RequestOutput) -> dict[str, Any]:
+    """Texts of an answer and its cost, for JSON; times in seconds."""
     metrics = output.metrics
     assert metrics.first_token_time is not None
     return {
@@ -70,6 +71,7 @@ def answer_facts(output: RequestOutput) -> dict[str, Any]:
 
 
 def cost_line(facts: dict[str, Any]) -> str:
+    """What `answer_facts` says of the cost, in a line."""
     return (
         f"first token after {1000 * facts['time_to_first_token']:.1f} ms; "
         f"{facts['num_prompt_tokens']} prompt tokens: {facts['num_cached_tokens']} cached, "
@@ -109,6 +111,7 @@ def encode_schema(llm: LLM, schema: Schema, isolation: str, *, quiet: bool) -> d
 
 
 def encode_line(facts: dict[str, Any]) -> str:
+    """What `encode_schema` returns, in a line."""
     return (
         f"schema {facts['schema']}, {facts['isolation']}: {facts['num_segments']} segments, "
         f"{facts['num_tokens']} tokens, {facts['num_computed_tokens']} of them computed now; "

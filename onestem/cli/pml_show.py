@@ -8,12 +8,12 @@ from typing import Any
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.pml import Block, CompiledPrompt, Layout, Segment, Slot, Span
-from onestem.pml.nodes import modules_of
 
 __all__ = ["layout_facts", "layout_lines", "prompt_facts", "prompt_lines"]
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
+    """A schema's modules, texts and parameters with their positions, for JSON."""
     return {
         "name": layout.schema.name,
         "positions": layout.end,
@@ -43,14 +43,13 @@ def _block_facts(block: Block) -> dict[str, Any]:
 
 
 def layout_lines(layout: Layout, ids: bool) -> Iterator[str]:
+    """The same as lines: first and last position, number of positions, what is there."""
     limit = "" if layout.max_positions is None else f" of {layout.max_positions}"
     yield f"schema {layout.schema.name}: {layout.end} positions{limit}"
-    yield from _block_lines(layout, layout.root, 0, ids)
+    yield from _block_lines(layout.root, 0, ids)
 
 
-def _block_lines(layout: Layout, block: Block, depth: int, ids: bool) -> Iterator[str]:
-    body = layout.schema.body if block.module is None else block.module.body
-    union_of = {module.name: union for module, union in modules_of(body)}
+def _block_lines(block: Block, depth: int, ids: bool) -> Iterator[str]:
     parts: list[Span | Slot | Block] = [*block.items, *block.children]
     parts.sort(key=lambda part: part.start if isinstance(part, Block) else part.position)
     opened = None
@@ -59,15 +58,15 @@ def _block_lines(layout: Layout, block: Block, depth: int, ids: bool) -> Iterato
             yield from _item_lines(part, depth, ids)
             continue
         assert part.module is not None
-        union = union_of[part.module.name]
+        union = part.union
         if union is not None and union is not opened:
-            members = [child for child in block.children if union_of[child.path[-1]] is union]
+            members = [child for child in block.children if child.union is union]
             yield _line(part.start, max(m.end for m in members), depth, "union")
         opened = union
         inner = depth + (union is not None)
         uncached = "" if part.cached else " (computed for each request)"
         yield _line(part.start, part.end, inner, f"module {part.module.name}{uncached}")
-        yield from _block_lines(layout, part, inner + 1, ids)
+        yield from _block_lines(part, inner + 1, ids)
 
 
 def _item_lines(item: Span | Slot, depth: int, ids: bool) -> Iterator[str]:
@@ -94,10 +93,8 @@ def _ids(token_ids: list[int]) -> str:
     return f"{'':22}{' '.join(map(str, token_ids))}"
 
 
-# --- show: a prompt ----------------------------------------------------------------------------
-
-
 def prompt_facts(compiled: CompiledPrompt) -> dict[str, Any]:
+    """A prompt's segments and what each attends to, for JSON."""
     return {
         "schema": compiled.schema,
         "isolation": compiled.isolation,
@@ -121,6 +118,7 @@ def _segment_facts(segment: Segment) -> dict[str, Any]:
 
 
 def prompt_lines(compiled: CompiledPrompt, tokenizer: Tokenizer, ids: bool) -> Iterator[str]:
+    """The same as lines, with the beginning of each segment's text."""
     yield (
         f"prompt, {compiled.isolation}: {compiled.num_cached_tokens} cached and "
         f"{compiled.num_computed_tokens} computed tokens, the answer begins at position "

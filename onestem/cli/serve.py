@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 import typer
 
@@ -19,9 +18,7 @@ def serve(
     context: typer.Context,
     server: Settings,
     engine: EngineOptions,
-    name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
+    name: options.Model = None,
 ) -> None:
     """Serve a model: chats, completions, files, batches, prefixes, PML; a page at /.
 

@@ -45,7 +45,7 @@ from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem.threads import ram_bytes
 
-__all__ = ["device_name", "measure"]
+__all__ = ["device_name", "linear_rates", "measure"]
 
 CACHE_BYTES = 192 << 20  # more than most processors' caches hold
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -110,7 +110,7 @@ def measure(
         device=device_name(device),
         source=f"measured with onestem {onestem.__version__}, torch {torch.__version__}",
         dtype=str(dtype).removeprefix("torch."),
-        linear=_linear(decoder, shape, impl, clock),
+        linear=linear_rates(decoder, shape, impl, clock),
         attention=_attention(decoder, shape, impl, clock),
         head=_head(decoder, shape, clock),
         call_seconds=_decode_seconds(decoder, impl, clock, 1, 1, PAGE_SIZE) / layers,
@@ -160,7 +160,7 @@ def _seconds(
     return statistics.median(found)
 
 
-def _linear(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clock) -> Curve:
+def linear_rates(decoder: Decoder, shape: ModelShape, impl: AttentionImpl, clock: Clock) -> Curve:
     """Rates of steps of the model without attention and logits."""
     rows = [count for count in ROWS if count <= decoder.step_rows]
     pages = -(-rows[-1] // PAGE_SIZE)
@@ -231,7 +231,7 @@ def _decode_seconds(
 
     def attend(ready: PreparedAttention) -> None:
         for k_pages, v_pages in pages:
-            ready.attend(q[k_pages.shape[3]], k_pages, v_pages, **decoder.scores)
+            ready.attend(q[k_pages.shape[3]], k_pages, v_pages, decoder.scores)
 
     if decoder.device.type == "cuda":
         ready = impl.prepare(plan)

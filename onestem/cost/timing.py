@@ -1,30 +1,17 @@
-"""Timing of attention: on a GPU as an engine sees it, on a CPU with warm and with cold caches."""
+"""Timing on a GPU as an engine sees it."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-__all__ = ["cpu_ms", "events_ms", "graph_ms", "least_seconds"]
+__all__ = ["events_ms", "graph_ms"]
 
 FLUSH_BYTES = 192 << 20  # more than a GPU's L2 cache and most CPUs' L3 hold
 GRAPH_MS = 12.0  # approximate time of a replay: long enough to hide its start
 FEWEST_CALLS, MOST_CALLS = 3, 12  # of a replay
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def least_seconds(call: Callable[[], object], repeat: int = 7) -> float:
-    """Seconds of the fastest of `repeat` calls, after one that is not counted."""
-    call()
-    return min(_seconds(call) for _ in range(repeat))
 
 
 def events_ms(call: Callable[[], object], repeat: int) -> list[float]:
@@ -74,21 +61,3 @@ def graph_ms(call: Callable[[], object], *, repeat: int = 7) -> float:
         whole += events_ms(with_call.replay, 1)
         empty += events_ms(without.replay, 1)
     return (statistics.median(whole) - statistics.median(empty)) / times
-
-
-def cpu_ms(
-    calls: dict[str, Callable[[], object]], *, cold: bool, repeat: int = 7
-) -> dict[str, float]:
-    """Median milliseconds of each call, taken in turn; `cold`: the caches hold something else
-    before each."""
-    scratch = torch.zeros(FLUSH_BYTES // 4 if cold else 0)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeat + 1):
-        for name, call in calls.items():
-            scratch.add_(1)
-            if not cold:
-                call()
-            seconds = _seconds(call)
-            if turn:
-                times[name].append(1e3 * seconds)
-    return {name: statistics.median(values) for name, values in times.items()}

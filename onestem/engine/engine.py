@@ -32,7 +32,7 @@ from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.engine.weights import Weights
-from onestem.errors import ConfigError, RankError, RequestError
+from onestem.errors import RankError, RequestError
 from onestem.garbage import collecting_less
 from onestem.interrupts import Held, uninterrupted
 from onestem.models.config import GenerationDefaults
@@ -41,7 +41,7 @@ from onestem.ops import resolve
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Engine", "EngineStats", "check_counts"]
+__all__ = ["Engine", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class Engine:
         num_pages: int,
         team: RankTeam | None = None,
     ) -> None:
-        check_counts(num_pages=num_pages)
         config, page_size, share = decoder.config, options.page_size, options.share
         limit, kv_tokens = config.max_position_embeddings, num_pages * page_size
         impl = resolve(options.impl, decoder.device, heads=decoder.part.head_shapes)
@@ -429,13 +428,6 @@ class Engine:
         self.scheduler.room.num_preempted = 0
         if self.trace is not None:
             self.trace.restart()
-
-
-def check_counts(**counts: object) -> None:
-    """Raise `ConfigError` for options that are not whole numbers of at least 1."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
 
 
 def _is_fatal(error: Exception) -> bool:

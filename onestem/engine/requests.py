@@ -35,7 +35,7 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.weights import Weights
 from onestem.errors import RequestError
 from onestem.options import EngineOptions
-from onestem.pml import EncodedSegment, Segment
+from onestem.pml import Segment
 from onestem.request import Request, RequestOutput
 
 __all__ = ["Requests"]
@@ -188,9 +188,7 @@ class Requests:
             check_format(self.grammars.compile, request)
         return request
 
-    def prefetch_modules(
-        self, segments: Iterable[Segment | EncodedSegment], cache_salt: str = ""
-    ) -> None:
+    def prefetch_modules(self, segments: Iterable[Segment], cache_salt: str = "") -> None:
         """Read modules that may soon be wanted from the disk, if they are only there."""
         if self.tiers is not None:
             store = self._cache.modules

@@ -1,7 +1,8 @@
-"""A first job, so that no user's job waits until a GPU's kernels are compiled and chosen."""
+"""A first job, so that no user's or timed job waits for what a first one takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 from onestem.engine.engine import Engine
@@ -14,17 +15,20 @@ PROMPTS = 16
 SHARES = (1.0, 0.75, 0.5)
 
 
-def warm_up(engine: Engine) -> None:
-    """Run full steps of prompts behind a prefix, then forget them; nothing on a CPU."""
-    if engine.weights.decoder.device.type != "cuda":
-        return
+def warm_up(engine: Engine, shares: Sequence[float] = SHARES) -> None:
+    """Run full steps of prompts behind a prefix, then forget them. A GPU's kernels are compiled and
+    chosen meanwhile.
+
+    Args:
+        shares: of the rows of a full step that each of them has.
+    """
     tokens, names = count(), map(str, count())
     vocab_size, room = engine.weights.decoder.config.vocab_size, engine.max_model_len - 2
 
     def some(length: int) -> list[int]:
         return [next(tokens) % vocab_size for _ in range(length)]
 
-    for share in SHARES:
+    for share in shares:
         rows = int(share * min(engine.limits.step_tokens, engine.cache.pool.num_tokens // 2))
         own = min(rows // (2 * PROMPTS), room // 2)
         prefix = some(min(rows - PROMPTS * own, room - own))

@@ -125,7 +125,6 @@ class Builder:
         ]
         q_norm, k_norm = (None, None) if config.qk_norm_of_all else (*norms, None, None)[:2]
         qkv = (Role.QKV, Role.Q, Role.K, Role.V)
-        up = (Role.GATE, Role.UP)
         has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
         return Layer(
             input_norm=self.optional_norm(specs, Role.INPUT_NORM),
@@ -143,7 +142,7 @@ class Builder:
             ),
             output=self.linear(specs, Role.OUTPUT),
             post_norm=self.optional_norm(specs, Role.POST_NORM),
-            mlp=self.mlp(specs, up, Role.DOWN) if has_mlp else self.experts(specs),
+            mlp=self.mlp(specs, Role.GATE, Role.UP, Role.DOWN) if has_mlp else self.experts(specs),
             output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
             down_norm=self.optional_norm(specs, Role.DOWN_NORM),
             qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
@@ -177,9 +176,9 @@ class Builder:
             norm=self.norm_weight(specs[Role.VECTORS_OUTPUT_NORM]),
         )
 
-    def mlp(self, specs: ByRole, up: Sequence[Role], down: Role) -> Mlp:
-        """An MLP. `up`: roles of gate and up, those that are there."""
-        return Mlp(self.linear(specs, *up), self.linear(specs, down))
+    def mlp(self, specs: ByRole, gate: Role, up: Role, down: Role) -> Mlp:
+        """An MLP of the tensors with these roles; it may have no gate."""
+        return Mlp(self.linear(specs, gate, up), self.linear(specs, down))
 
     def beside(self, specs: ByRole) -> ExpertsBeside:
         """Experts beside the MLP of a layer."""
@@ -198,7 +197,7 @@ class Builder:
         assert experts is not None
         shared = shared_gate = None
         if Role.SHARED_DOWN in specs:
-            shared = self.mlp(specs, (Role.SHARED_GATE, Role.SHARED_UP), Role.SHARED_DOWN)
+            shared = self.mlp(specs, Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN)
         if Role.SHARED_FACTOR in specs:
             shared_gate = self.head(specs[Role.SHARED_FACTOR], Layout.PLAIN)
         return ExpertLayer(

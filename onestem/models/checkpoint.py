@@ -26,6 +26,7 @@ from onestem.models.formats.stored import (
     stored_weight,
     wrong_values,
 )
+from onestem.models.gguf.tensors import GgufTensor, gguf_tensors
 from onestem.models.names import Role, listed
 from onestem.models.quantization import Scheme
 from onestem.models.shards import opened, tensor_files
@@ -93,7 +94,7 @@ class FileTensor(TensorHeader):
 
 
 class Checkpoint:
-    """The `Source` of a directory.
+    """The `Source` of a directory, or of a GGUF file.
 
     Attributes:
         schemes: how each quantised module is stored, and its weight.
@@ -101,7 +102,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        held: Mapping[str, FileTensor],
+        held: Mapping[str, FileTensor | GgufTensor],
         schemes: Schemes,
         singles: Singles,
         dtype: torch.dtype,
@@ -125,7 +126,7 @@ class Checkpoint:
         if spec.module in self.schemes:  # a table or an expert: products need it dense
             whole = dense(self.weight(spec), dtype)
             return whole if spec.cut is None else spec.cut.filled(whole)
-        stored = self._stored(spec.name, spec.cut)
+        stored = self._stored(spec.name, spec.cut, dtype)
         if self._copy is not None:
             return self._copy(stored).to(dtype)
         return stored.to(device=self._device, dtype=dtype, copy=True)
@@ -174,8 +175,11 @@ class Checkpoint:
         if zero:
             log.warning("scales that are 0, whose weights are 0 then: %s", listed(zero))
 
-    def _stored(self, name: str, cut: Cut | None) -> Tensor:
+    def _stored(self, name: str, cut: Cut | None, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor as its file has it; numbers of a GGUF file's blocks in `dtype`."""
         held = self._held[name]
+        if isinstance(held, GgufTensor):
+            return held.read(cut, dtype or self._dtype)
         file = self._opened(held.file)
         tensor: Tensor
         with native(f"{held.file}: {held.name} cannot be read", WeightsError):
@@ -226,7 +230,7 @@ class Staging:
 def open_checkpoint(
     directory: str | Path, tensors: Tensors, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint:
-    """Source of a directory that holds all of `tensors` and no others.
+    """Source of a directory, or of a GGUF file, that holds all of `tensors` and no others.
 
     A weight of all experts may be held as tensors of single ones. A quantised module has the
     tensors of its format instead of its `weight`.
@@ -236,6 +240,8 @@ def open_checkpoint(
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     config, directory = tensors.config, Path(directory)
+    if directory.is_file():
+        return Checkpoint(gguf_tensors(directory, tensors), {}, {}, dtype, device)
     held = _headers(config, tensor_files(directory))
     specs = {spec.name: spec for spec in tensors}
     singles = _singles_in_files(tensors, held)
@@ -322,6 +328,8 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
     Mistral Small's files do, though their `config.json` ties the two. As in transformers, the
     head in the files is used.
     """
+    if directory.is_file():  # a GGUF file's configuration follows from its tensors
+        return False
     stored = tensor_files(directory)
     names = _names(config, stored)
     pair = [f"{config.tensor_names[role]}.weight" for role in (Role.HEAD, Role.EMBEDDING)]

@@ -1,4 +1,5 @@
-"""What a model directory says about itself: `config.json` and `generation_config.json`.
+"""What a model says about itself: `config.json` and `generation_config.json` of a directory, or the
+fields of a GGUF file.
 
 The files are read as plain JSON, so that no version of another library decides what a field means.
 Whatever the decoder does not compute exactly is refused by name; nothing is approximated. A field
@@ -12,11 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.description import Description, Yarn
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
+from onestem.models.gguf.architectures import config_fields as gguf_fields
 from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
@@ -54,15 +57,15 @@ class ModelConfig(Description):
 
     @staticmethod
     def from_directory(path: str | Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`, where there) of a model directory."""
-        directory = Path(path)
-        fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+        """Read `config.json` (and `generation_config.json`, where there) of a model directory, or a
+        GGUF file."""
+        fields = _config_fields(Path(path))
         architecture, common = _architecture(fields), _with_text_fields(fields)
         common.refuse_others(is_causal=True)  # of any family, in transformers
         _check_counts(fields)
         description = FAMILIES[architecture].read(fields, architecture)
         four_bits = description.experts is not None and description.experts.mxfp4
-        generation = _generation_fields(directory)
+        generation = _generation_fields(Path(path))
         return ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=common.one_of(
@@ -103,29 +106,28 @@ class GenerationDefaults:
             ConfigError: a value that no request may have. End-of-sequence ids that are no tokens of
                 the model are left out with a warning.
         """
-        directory = Path(path)
-        generation = _generation_fields(directory)
-        config = Fields(read_json(directory / "config.json"), directory / "config.json")
-        defaults = GenerationDefaults(
-            temperature=generation.optional_number("temperature"),
-            top_k=generation.optional_integer("top_k"),
-            top_p=generation.optional_number("top_p"),
-            min_p=generation.optional_number("min_p"),
-            repetition_penalty=generation.optional_number("repetition_penalty"),
-            eos_token_ids=_known_eos(_with_text_fields(config), generation),
-        )
-        values = {name: value for name, value in vars(defaults).items() if name != "eos_token_ids"}
+        generation, config = _generation_fields(Path(path)), _config_fields(Path(path))
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
+        values: dict[str, Any] = {name: generation.optional_number(name) for name in numbers}
+        values["top_k"] = generation.optional_integer("top_k")
+        ends = _known_eos(_with_text_fields(config), generation)
         try:
             SamplingParams(**values)
         except RequestError as error:
             raise ConfigError(f"{generation.source}: {error}") from error
-        return defaults
+        return GenerationDefaults(**values, eos_token_ids=ends)
 
     def ends(self, tokenizer_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         """Ids that end an answer: these, and the tokenizer's (`Tokenizer.end_ids`) that the model
         has."""
         of_model = (token for token in tokenizer_ids if token < vocab_size)
         return tuple(dict.fromkeys((*self.eos_token_ids, *of_model)))
+
+
+def _config_fields(path: Path) -> Fields:
+    if path.is_file():
+        return gguf_fields(path)
+    return Fields(read_json(path / "config.json"), path / "config.json")
 
 
 def _generation_fields(directory: Path) -> Fields:
@@ -136,7 +138,7 @@ def _generation_fields(directory: Path) -> Fields:
 def _check_counts(fields: Fields) -> None:
     """Refuse numbers of layers and experts that no model has: to describe them would take minutes
     and all memory."""
-    for part in (fields, Fields(fields.mapping("text_config"), f"{fields.source}: text_config")):
+    for part in (fields, fields.within("text_config")):
         for name in COUNTS:
             value = part.values.get(name)
             if isinstance(value, int) and value > MAX_COUNT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,10 @@ from onestem.models.places import Place, ProductPlace
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import Rope
 from onestem.models.vectors import LayerVectors, TokenVectors
-from onestem.ops import Angles, Heads, LayerOps, add_layer_norm, resolve_layers
+from onestem.ops import Angles, Heads, LayerOps, Scores, add_layer_norm, resolve_layers
 from onestem.ops.rounding import Rows
 
-__all__ = ["Attend", "Decoder", "Layer", "Norm", "Scores", "activation_of"]
+__all__ = ["Attend", "Decoder", "Layer", "Norm", "activation_of"]
 
 GPU_STEP_ROWS = 8192
 
@@ -37,14 +37,6 @@ GPU_STEP_ROWS = 8192
 # The caller passes `Decoder.scores` to attention. Where heads have sinks, it gives them their share
 # (`LayerOps.share_sinks`).
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
-
-
-class Scores(TypedDict):
-    """What attention does to scores: options of `ops.attention`."""
-
-    scale: float
-    softcap: float | None
-    alibi_slopes: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +140,11 @@ class Decoder:
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
         self.ops = resolve_layers(embedding.device)
-        self.scores: Scores = {
-            "scale": config.score_scale or config.head_dim**-0.5,
-            "softcap": config.score_softcap,
-            "alibi_slopes": _alibi_slopes(self.part, embedding.device),
-        }
+        self.scores = Scores(
+            config.score_scale or config.head_dim**-0.5,
+            config.score_softcap,
+            _alibi_slopes(self.part, embedding.device),
+        )
         # As transformers rounds it; a Python number would stay float32 inside the product.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._activation = activation_of(config, self.ops)

@@ -86,7 +86,7 @@ class Fields:
         return value
 
     def positive_numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """A list of positive numbers. Raises `ConfigError` for another value."""
         values = self.values.get(name)
         if not isinstance(values, list) or not values:
             raise self.wrong(name, "a list of positive numbers")
@@ -111,8 +111,13 @@ class Fields:
             return value
         raise self.wrong(name, "an object or null")
 
+    def within(self, name: str) -> Fields:
+        """The fields of an object; none if it is absent. Raises `ConfigError` for another value."""
+        return Fields(self.mapping(name), f"{self.source}: {name}")
+
     def head_dim(self, size: str, heads: str) -> int:
-        """The field `size` divided by the field `heads`."""
+        """The field `size` divided by the field `heads`. Raises `ConfigError` where one is absent,
+        or `size` is no multiple of `heads`."""
         if self.positive(size) % self.positive(heads):
             raise self.wrong(size, f"a multiple of {heads} ({self.positive(heads)})")
         return self.positive(size) // self.positive(heads)
@@ -124,7 +129,8 @@ def is_integer(value: object) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model directory."""
+    """The JSON object in a file of a model directory. Raises `ConfigError` where it is absent,
+    cannot be read or is no object."""
     try:
         text = read_regular(file, ConfigError)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Finds the directory of a model."""
+"""Finds the directory or the GGUF file of a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from onestem import beside_vllm
 from onestem.errors import ConfigError
+from onestem.models.gguf.file import is_gguf
+from onestem.models.local import find_local
 from onestem.native import native
 from onestem.options import EMBEDDED
 from onestem.shapes import find_shape, is_shape
@@ -17,10 +19,7 @@ __all__ = ["find_model", "other_format"]
 # Files that hold a model or a part of it, what they are, and the way out.
 _CONVERT = "give the directory of the original model (config.json and *.safetensors)"
 _FORMATS = {
-    ".gguf": (
-        "a GGUF file, which is not loaded yet",
-        f"{_CONVERT}, or convert it: transformers' from_pretrained(DIR, gguf_file=NAME) reads it",
-    ),
+    ".gguf": ("a GGUF file", "give its path"),
     ".ggml": ("a GGML file, which is not loaded", _CONVERT),
     ".onnx": ("an ONNX graph, which is not loaded", _CONVERT),
     ".bin": (
@@ -34,7 +33,8 @@ _FORMATS |= dict.fromkeys((".pt", ".pth", ".ckpt", ".h5", ".msgpack"), _FORMATS[
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The directory of a model: the embedded one, a shape, a directory, or a name on the hub.
+    """The directory of a model: the embedded one, a shape, a directory, or a name on the hub; a
+    GGUF file; or either by the short name of a model that is on this machine.
 
     Raises:
         ConfigError: it is none of them, or cannot be fetched.
@@ -49,11 +49,18 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         if not (path / "config.json").exists() and (told := other_format(path)):
             raise ConfigError(f"model {name!r} has no config.json, but {told}")
         return path
+    if is_gguf(path):
+        return path
     if path.is_file():
         what, way_out = _FORMATS.get(path.suffix.lower(), ("a file", "give a model's directory"))
         raise ConfigError(f"model {name!r} is {what}: {way_out}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ConfigError(f"model {name!r} is no directory and no hub name (owner/name)")
+        if (here := find_local(name)) is not None:
+            return here
+        raise ConfigError(
+            f"model {name!r} is no directory, no hub name (owner/name) and no model of this "
+            "machine: `onestem models` lists them"
+        )
     from huggingface_hub import snapshot_download
 
     try:

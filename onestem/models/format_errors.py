@@ -18,7 +18,7 @@ from onestem.models.formats.products import Target, projection
 from onestem.models.names import Role
 from onestem.models.sizes import rounds_head, target_of
 from onestem.models.tensors import Tensors
-from onestem.ops.layers import TorchLayers
+from onestem.ops import LayerOps
 from onestem.options import Quantize
 
 __all__ = ["FormatError", "format_errors"]
@@ -153,7 +153,7 @@ def _of_experts(
     chosen = torch.arange(len(x) * experts.top_k, device=x.device).view(size) % experts.num
     scores = torch.full(size, 1 / experts.top_k, device=x.device)
     right = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    activate = expert_activation(tensors.config, TorchLayers()).function
+    activate = expert_activation(tensors.config, LayerOps()).function
     off, whole = 0.0, 0.0
     for index in range(experts.num):
         layers = []

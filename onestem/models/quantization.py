@@ -91,14 +91,13 @@ def read_quantization(config: Fields) -> Quantization | None:
     Raises:
         UnsupportedError: names the field, its value and what is supported.
     """
-    values = config.mapping("quantization_config")
-    if not values:
+    fields = config.within("quantization_config")
+    if not fields.values:
         return None
-    fields = Fields(values, f"{config.source}: quantization_config")
-    method = str(values.get("quant_method"))
+    method = str(fields.values.get("quant_method"))
     if method not in _METHODS:
         raise fields.unsupported("quant_method", ", ".join(_METHODS))
-    if values.get("kv_cache_scheme") is not None:
+    if fields.values.get("kv_cache_scheme") is not None:
         raise fields.unsupported("kv_cache_scheme", "null: keys and values are not quantised")
     return Quantization(method, _METHODS[method](fields))
 
@@ -152,13 +151,12 @@ def _compressed_tensors(fields: Fields) -> Schemes:
         raise fields.unsupported("sparsity_config", "none")
     if fields.mapping("transform_config"):
         raise fields.unsupported("transform_config", "none")
-    groups = fields.mapping("config_groups")
-    if not groups:
+    groups = fields.within("config_groups")
+    if not groups.values:
         raise fields.wrong("config_groups", "an object of groups")
     schemes = []
-    for name in groups:
-        within = Fields(groups, f"{fields.source}: config_groups")
-        group = Fields(within.mapping(name), f"{within.source}.{name}")
+    for name in groups.values:
+        group = groups.within(name)
         targets = group.values.get("targets")
         if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
             raise group.wrong("targets", "a list of names, or of re: and a regular expression")
@@ -183,7 +181,7 @@ def _group_scheme(group: Fields, stored: Fields) -> Scheme:
     name = stored.values.get("format")
     if name not in FORMATS:
         raise stored.unsupported("format", ", ".join(FORMATS))
-    weights = Fields(group.mapping("weights"), f"{group.source}.weights")
+    weights = group.within("weights")
     weights.one_of("type", "int", "float")
     packed, floats = name == "pack-quantized", weights.values.get("type") == "float"
     bits = _bits(weights, "num_bits", BITS if packed else (8,))
@@ -224,7 +222,7 @@ def _rounds_rows(group: Fields, packed: bool, floats: bool) -> bool:
         return False
     if packed:
         raise group.unsupported("input_activations", "null where the format is pack-quantized")
-    inputs = Fields(group.mapping("input_activations"), f"{group.source}.input_activations")
+    inputs = group.within("input_activations")
     _bits(inputs, "num_bits", (8,))
     if (inputs.values.get("type") == "float") != floats:
         raise inputs.unsupported("type", "that of the weights")

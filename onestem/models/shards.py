@@ -10,6 +10,7 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.files import check_regular
 from onestem.models.fields import read_json
 from onestem.models.find import other_format
+from onestem.models.gguf.file import open_gguf
 from onestem.models.names import listed
 from onestem.native import native
 
@@ -33,7 +34,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def file_bytes(directory: Path) -> int:
-    """Bytes of the files that hold a directory's tensors; raises `WeightsError` without them."""
+    """Bytes of the files that hold a model's tensors; raises `WeightsError` without them."""
+    if directory.is_file():
+        return open_gguf(directory).num_bytes
     return sum(file.stat().st_size for file in set(tensor_files(directory).values()))
 
 

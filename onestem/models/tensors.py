@@ -141,7 +141,7 @@ class Tensors:
         return [part[role] for part in self.layers for role in roles if role in part]
 
     def singles(self, whole: TensorSpec) -> list[tuple[TensorSpec, ...]]:
-        """For each expert the matrices that stand for its part of a weight of all experts, if they
+        """For each expert the matrices that make up its part of a weight of all experts, if they
         are concatenated by rows: most files hold these instead."""
         if whole.name not in self._singles:
             maker = _Maker(self.config, self.ranks, whole.layer)

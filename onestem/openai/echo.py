@@ -67,21 +67,14 @@ def _offsets(
         if spells_control and token in form.special_ids:
             name = form.token_bytes(token).decode(errors="replace")
             found = text.find(name, start)
-        if found < 0 or not (_has_text(form, part) or _is_blank(text[start:found])):
+        has_text = any(other not in form.special_ids for other in part)
+        if found < 0 or (text[start:found].strip() and not has_text):
             part.append(token)  # the tokenizer has added it
             continue
         yield from _part_offsets(form, text, start, found, part)
         yield found
         start, part = found + len(name), []
     yield from _part_offsets(form, text, start, len(text), part)
-
-
-def _has_text(form: ResponseFormat, part: Sequence[int]) -> bool:
-    return any(token not in form.special_ids for token in part)
-
-
-def _is_blank(text: str) -> bool:
-    return not text.strip()
 
 
 def _part_offsets(
@@ -101,4 +94,4 @@ def _part_offsets(
 def _found(text: str, start: int, end: int, pieces: Sequence[bytes]) -> int | None:
     """Where pieces are in a text, with nothing but blanks before them; None: nowhere."""
     at = text.find(b"".join(pieces).decode(errors="replace"), start, end)
-    return at if at >= 0 and _is_blank(text[start:at]) else None
+    return at if at >= 0 and not text[start:at].strip() else None

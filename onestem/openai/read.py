@@ -50,9 +50,6 @@ JsonObject = dict[str, Any]
 MAX_SEQUENCES = 4096  # for all prompts of a body together
 
 
-# ----------------------------------------------------------------------------- JSON
-
-
 class JsonError(RequestError):
     """Bytes that are no JSON object; `custom_id` of a batch line, if it could be read."""
 
@@ -108,9 +105,6 @@ def _check_surrogates(record: JsonObject, name: str) -> None:
             f"{name} has an unpaired \\ud800-\\udfff escape, which is half a character: "
             "write both halves, or leave it out"
         ) from error
-
-
-# ----------------------------------------------------------------------------- bodies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,9 +477,6 @@ def _check_sequences(asked: Asked) -> None:
         )
 
 
-# ----------------------------------------------------------------------------- prompts
-
-
 def _prompts(fields: Any) -> list[Prompt]:
     """Text or token ids of a completion, messages of a chat, or either's `pml`."""
     name = "messages" if isinstance(fields, ChatFields) else "prompt"
@@ -509,6 +500,9 @@ def _prompts(fields: Any) -> list[Prompt]:
     return [read_conversation(fields)]
 
 
+_PLAIN = {"name", "tool_call_id", "reasoning_content", "tool_calls"}  # beside role and content
+
+
 def _plain(message: Message) -> JsonObject:
     """A message as a chat template reads it: its content as one text, a line for each part, and
     calls with their arguments as objects."""
@@ -516,22 +510,12 @@ def _plain(message: Message) -> JsonObject:
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
     plain: JsonObject = {"role": message.role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
+    plain |= message.model_dump(include=_PLAIN, exclude_none=True)
+    if not message.tool_calls:
+        plain.pop("tool_calls", None)
+    for call in plain.get("tool_calls", ()):
+        call.pop("index", None)
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return plain
 
 
@@ -581,15 +565,12 @@ def _prompt_in(value: Any, name: str, how: RawTexts) -> Prompt:
     if not isinstance(value, list):
         raise RequestError(f"{name} is {show(value)}, expected text or a list of token ids")
     # `type`, not `isinstance`: true and false are integers to Python.
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
-        return Prompt(token_ids=value)
-    for token in value:
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise RequestError(
-                f"a token id in {name} is {show(token)}, expected an integer from 0 to "
-                f"{MAX_TOKEN_ID}"
-            )
-    raise AssertionError("one of them is bad")
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
+        odd = next(t for t in value if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
+        raise RequestError(
+            f"a token id in {name} is {show(odd)}, expected an integer from 0 to {MAX_TOKEN_ID}"
+        )
+    return Prompt(token_ids=value)
 
 
 def read_prefix(body: Mapping[str, Any]) -> JsonObject:

@@ -17,6 +17,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     Field,
+    TypeAdapter,
     ValidationInfo,
     WithJsonSchema,
     create_model,
@@ -28,7 +29,7 @@ from pydantic.fields import FieldInfo
 from onestem import beside_vllm
 from onestem.checked import EXPECTED, Object, check_content, show
 from onestem.errors import RequestError
-from onestem.request import MAX_TOKEN_ID, SamplingParams, Text, TokenId
+from onestem.request import SamplingParams, Text, TokenId
 
 __all__ = [
     "FIELDS",
@@ -69,30 +70,18 @@ MAX_TOOLS = 1024
 
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-
-_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
-    "minItems": 1,
-}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
-PROMPT = {
-    "anyOf": [
-        {"type": "string"},
-        _TEXTS,
-        _IDS,
-        {**_TEXTS, "items": _IDS},
-        {"type": "null"},
-    ]
-}
-
-_EACH = {"anyOf": [_TEXTS, {**_TEXTS, "items": _IDS}]}
-COMPLETIONS = {
-    "anyOf": [*_EACH["anyOf"], {"type": "array", "items": _EACH, "minItems": 1}, {"type": "null"}]
-}
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+_Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+_Several = Annotated[list[_Texts | _Lists], Field(min_length=1)]
 
 
-# ----------------------------------------------------------------------------- messages
+def _shown(kind: Any) -> WithJsonSchema:
+    """What the OpenAPI document has of a field that `openai.read` reads: its errors are plainer."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
+_OneOrMore = Annotated[Any, _shown(str | _Texts | TokenIds | _Lists | None)]
+_Completions = Annotated[Any, _shown(_Texts | _Lists | _Several | None)]
 
 
 class TextPart(Object):
@@ -237,9 +226,6 @@ class Conversation(Object):
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
-# ----------------------------------------------------------------------------- bodies
-
-
 class StreamOptions(Object):
     include_usage: bool | None = None
     """End the stream with a chunk that has the whole answer's `usage`."""
@@ -330,7 +316,7 @@ class RawTexts(Object):
 class CompletionFields(_Fields, RawTexts):
     """Fields of a text that is continued."""
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    prompt: _OneOrMore = None
     """Text or token ids, or a list of either: a prompt each."""
 
     echo: bool | None = None
@@ -420,18 +406,15 @@ CompletionBody = _whole("CompletionBody", "completion", {})
 class ScoreBody(_CallFields, RawTexts):
     """How probable texts are: those that may follow a prompt, or whole ones."""
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    prompt: _OneOrMore = None
     """Text or token ids, or a list of either: a prompt each."""
 
-    completions: Annotated[Any, WithJsonSchema(COMPLETIONS)] = None
+    completions: _Completions = None
     """A list of texts, or of lists of token ids, as the prompt is; for several prompts a list each.
     """
 
-    text: Annotated[Any, WithJsonSchema(PROMPT)] = None
+    text: _OneOrMore = None
     """Instead of both: text or token ids, or a list of either, scored from the first token on."""
-
-
-# ----------------------------------------------------------------------------- other routes
 
 
 class PrefixBody(RawTexts):

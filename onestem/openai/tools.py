@@ -488,6 +488,7 @@ class Calls:
 
     @staticmethod
     def of(text: str, form: ToolForm) -> Calls:
+        """Read a whole answer."""
         parser, found = CallParser(form), Calls()
         for event in (*parser.feed(text), *parser.finish()):
             if event.name:

@@ -59,8 +59,53 @@ class ResponseFormat:
 
 def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
     """The answer to a request as OpenAI's API gives it; `created` is 0."""
-    body = _chat_body if form.kind == "chat" else _completion_body
-    return body(name, output, form)
+    is_chat = form.kind == "chat"
+    num_prompt_tokens = len(output.prompt_token_ids)
+    num_output_tokens = output.metrics.num_output_tokens
+    ordered = sorted(output.outputs, key=lambda sequence: sequence.index)
+    choices = [_choice(name, sequence, output, form) for sequence in ordered]
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": CREATED,
+        "model": form.model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+        },
+    }
+    if form.return_token_ids:
+        body["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
+    if output.prompt_logprobs is not None:
+        of_prompt = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
+        for place in [body] if is_chat else choices:
+            place["prompt_logprobs"] = of_prompt
+    return body
+
+
+def _choice(
+    name: str, sequence: CompletionOutput, output: RequestOutput, form: ResponseFormat
+) -> dict[str, Any]:
+    logprobs: dict[str, Any] | None
+    if form.kind == "chat":
+        logprobs = _chat_logprobs(sequence, form)
+        said = message_of(name, sequence, form.tools)
+    else:
+        offsets = _TextOffsets(form, output.prompt_token_ids)
+        logprobs = _completion_logprobs(sequence, form, offsets)
+        said = {"text": sequence.text}
+    choice: dict[str, Any] = {
+        "index": sequence.index,
+        "logprobs": logprobs,
+        "finish_reason": sequence.finish_reason,
+    }
+    if sequence.choice is not None:
+        choice["choice"] = sequence.choice
+    if form.return_token_ids:
+        choice["token_ids"] = [int(token) for token in sequence.token_ids]
+    return choice | said
 
 
 def scores_body(
@@ -99,18 +144,6 @@ def _score(score: Score) -> dict[str, Any]:
     }
 
 
-def _chat_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
-    body = _body(f"chatcmpl-{name}", "chat.completion", output, form)
-    body["choices"] = [
-        _choice(sequence, form, _chat_logprobs(sequence, form))
-        | message_of(name, sequence, form.tools)
-        for sequence in _in_order(output)
-    ]
-    if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
-    return body
-
-
 def message_of(name: str, sequence: CompletionOutput, form: ToolForm | None) -> dict[str, Any]:
     """The answer as a message; one with tool calls has its finish reason too. `name`: the
     request's."""
@@ -134,64 +167,6 @@ def message_of(name: str, sequence: CompletionOutput, form: ToolForm | None) -> 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
-
-
-def _completion_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
-    body = _body(f"cmpl-{name}", "text_completion", output, form)
-
-    def logprobs(sequence: CompletionOutput) -> dict[str, Any] | None:
-        if form.logprobs is None:
-            return None
-        return _completion_logprobs(sequence, form, _TextOffsets(form, output.prompt_token_ids))
-
-    body["choices"] = [
-        _choice(sequence, form, logprobs(sequence)) | {"text": sequence.text}
-        for sequence in _in_order(output)
-    ]
-    if output.prompt_logprobs is not None:
-        prompt = _prompt_logprobs(output.prompt_logprobs, form.token_bytes)
-        for choice in body["choices"]:
-            choice["prompt_logprobs"] = prompt
-    return body
-
-
-def _in_order(output: RequestOutput) -> list[CompletionOutput]:
-    return sorted(output.outputs, key=lambda sequence: sequence.index)
-
-
-def _body(
-    name: str, object_type: str, output: RequestOutput, form: ResponseFormat
-) -> dict[str, Any]:
-    num_prompt_tokens = len(output.prompt_token_ids)
-    num_output_tokens = output.metrics.num_output_tokens
-    body: dict[str, Any] = {
-        "id": name,
-        "object": object_type,
-        "created": CREATED,
-        "model": form.model,
-        "choices": [],
-        "usage": {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": num_prompt_tokens + num_output_tokens,
-        },
-    }
-    if form.return_token_ids:
-        body["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
-    return body
-
-
-def _choice(sequence: CompletionOutput, form: ResponseFormat, logprobs: Any) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": sequence.index,
-        "logprobs": logprobs,
-        "finish_reason": sequence.finish_reason,
-    }
-    if sequence.choice is not None:
-        choice["choice"] = sequence.choice
-    if form.return_token_ids:
-        choice["token_ids"] = [int(token) for token in sequence.token_ids]
-    return choice
 
 
 class NotANumberError(ValueError):
@@ -238,8 +213,8 @@ def _chat_token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str
     }
 
 
-def _top(logprobs: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
-    """The `count` most likely tokens; equal ones are ordered by id."""
+def _top(logprobs: TokenLogprobs, count: int | None = None) -> Sequence[tuple[int, float]]:
+    """The `count` most likely tokens, or all; equal ones are ordered by id."""
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
@@ -273,7 +248,7 @@ def _completion_logprobs(
 ) -> dict[str, Any] | None:
     """OpenAI's four lists. Text offsets count characters from the start of the text that is given
     back; `offsets` has read what came before."""
-    if sequence.logprobs is None:
+    if form.logprobs is None or sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -302,10 +277,8 @@ def _completion_top(token: int, logprobs: TokenLogprobs, form: ResponseFormat) -
     Of two tokens with the same text the more likely one is kept: the shape has room for one.
     """
     top: dict[str, float] = {}
-    shown = list(_top(logprobs, form.logprobs or 0))
-    if all(other != token for other, _ in shown):
-        shown.append((token, logprobs[token]))
-    for other, logprob in shown:
+    shown = dict(_top(logprobs, form.logprobs)) | {token: logprobs[token]}
+    for other, logprob in shown.items():
         top.setdefault(_token_text(other, form.token_bytes), _logprob(logprob))
     return top
 
@@ -322,7 +295,7 @@ def _prompt_logprobs(
                 "logprob": _logprob(logprob),
                 "decoded_token": _token_text(token, token_bytes),
             }
-            for token, logprob in sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))
+            for token, logprob in _top(logprobs)
         }
         for logprobs in prompt_logprobs
     ]

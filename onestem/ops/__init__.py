@@ -10,9 +10,10 @@ from onestem.ops.dispatch import (
     resolve_sampling,
 )
 from onestem.ops.kv import allocate_pages, read_kv, slot_index, write_kv
-from onestem.ops.layers import Angles, Heads, LayerOps, TorchLayers, add_layer_norm
+from onestem.ops.layers import Angles, Heads, LayerOps, add_layer_norm
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
-from onestem.ops.state import State, merge_states
+from onestem.ops.scores import Scores
+from onestem.ops.state import State
 
 __all__ = [
     "Angles",
@@ -22,13 +23,12 @@ __all__ = [
     "LayerOps",
     "PlanBuilder",
     "PreparedAttention",
+    "Scores",
     "State",
-    "TorchLayers",
     "add_layer_norm",
     "allocate_pages",
     "attention",
     "available",
-    "merge_states",
     "read_kv",
     "resolve",
     "resolve_layers",

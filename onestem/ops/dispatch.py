@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops.checks import check_scores, check_shapes
 from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native, takes_size
-from onestem.ops.layers import LayerOps, TorchLayers
+from onestem.ops.layers import LayerOps
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
 from onestem.ops.rounding import RoundRows, rounded_rows
-from onestem.ops.sampling import Sampling, TorchSampling
+from onestem.ops.sampling import Sampling
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
 from onestem.ops.torch_impl import TorchAttention
 
@@ -36,14 +36,7 @@ class PreparedAttention(Protocol):
     """A plan made ready for one device; serves all layers of a step."""
 
     def attend(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN
     ) -> State: ...
 
 
@@ -124,33 +117,35 @@ def _triton() -> AttentionImpl | None:
 
 def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
     """The operations between a layer's products on a device: its kernels, or else PyTorch."""
-    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+    device = torch.device(device)
+    if _on_triton(device):
         from onestem.ops.triton.layers import TritonLayers
 
         return TritonLayers()
-    if torch.device(device).type == "cpu" and is_built():
-        return CpuLayers()
-    return TorchLayers()
+    return CpuLayers() if device.type == "cpu" and is_built() else LayerOps()
 
 
 def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:
     """The sampler of a device: its kernels, or else PyTorch."""
-    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+    device = torch.device(device)
+    if _on_triton(device):
         from onestem.ops.triton.sampling import TritonSampling
 
         return TritonSampling()
-    if torch.device(device).type == "cpu" and is_built():
-        return CpuSampling()
-    return TorchSampling()
+    return CpuSampling() if device.type == "cpu" and is_built() else Sampling()
 
 
 def resolve_rounding(device: torch.device) -> RoundRows:
     """The function that rounds rows to 8 bits on a device: its kernel, or else PyTorch."""
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if _on_triton(device):
         from onestem.ops.triton.rounding import rounded_rows as by_kernel
 
         return by_kernel
     return rounded_rows
+
+
+def _on_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def attention(
@@ -172,10 +167,7 @@ def attention(
             `allocate_pages` makes them; query head h reads KV head
             `h // (num_q_heads / num_kv_heads)`.
         plan: the rows' spans.
-        scale: factor on the scores, default `1 / sqrt(head_dim)`; above 0 for `triton`.
-        alibi_slopes: float32 `[num_q_heads]` on q's device; adds `slope * (p_key - p_row)` to the
-            scores.
-        softcap: above 0; scores become `softcap * tanh(score / softcap)` before ALiBi.
+        scale, alibi_slopes, softcap: see `Scores`.
         impl: `auto`, or the name of an implementation.
 
     Returns:
@@ -185,10 +177,47 @@ def attention(
         ConfigError: tensors, plan and options do not fit together.
         UnsupportedError: the named implementation does not take this.
     """
-    check_shapes(q, k_pages, v_pages, plan)
-    check_scores(q, scale, alibi_slopes, softcap)
+    _check_shapes(q, k_pages, v_pages, plan)
+    scores = Scores(scale, softcap, alibi_slopes)
+    scores.check(q)
     heads = [(q.shape[2], q.shape[1] // k_pages.shape[2])]
-    prepared = resolve(impl, q.device, heads=heads).prepare(plan)
-    return prepared.attend(
-        q, k_pages, v_pages, scale=scale, alibi_slopes=alibi_slopes, softcap=softcap
-    )
+    return resolve(impl, q.device, heads=heads).prepare(plan).attend(q, k_pages, v_pages, scores)
+
+
+def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
+    """Raise `ConfigError` unless q, pages and plan fit together."""
+    if q.dim() != 3 or q.shape[0] != plan.num_rows:
+        raise ConfigError(
+            f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]"
+        )
+    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
+        raise ConfigError(
+            f"pages have shapes {tuple(k_pages.shape)} and {tuple(v_pages.shape)}, "
+            f"expected [num_pages, {plan.page_size}, num_kv_heads, head_dim] twice"
+        )
+    _check_heads(q, k_pages)
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ConfigError(
+            f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype"
+        )
+    if not q.device == k_pages.device == v_pages.device:
+        raise ConfigError(
+            f"q is on {q.device}, pages are on {k_pages.device} and {v_pages.device}, expected "
+            "one device"
+        )
+    plan.check(num_pages=len(k_pages))
+
+
+def _check_heads(q: Tensor, k_pages: Tensor) -> None:
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_pages.shape[2]
+    if min(num_q_heads, num_kv_heads, head_dim) < 1:
+        raise ConfigError(
+            f"q has {num_q_heads} heads of {head_dim}, pages have {num_kv_heads}: expected at "
+            "least 1 of each"
+        )
+    if k_pages.shape[3] != head_dim or num_q_heads % num_kv_heads != 0:
+        raise ConfigError(
+            f"q has {num_q_heads} heads of {head_dim}, pages have {num_kv_heads} of "
+            f"{k_pages.shape[3]}: expected one head_dim and a multiple of the KV heads"
+        )

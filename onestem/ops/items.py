@@ -38,6 +38,7 @@ class CostModel:
     view_tokens: int = 512
 
     def own_item(self, rows: int, tokens: int) -> bool:
+        """Whether a stretch of `tokens` that `rows` rows see gets one."""
         return rows >= 8 or (rows >= 2 and rows * tokens >= self.item_tokens)
 
 

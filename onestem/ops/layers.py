@@ -1,14 +1,9 @@
-"""Operations between a layer's matrix products: norms, rotary embedding with KV write, the gate.
-
-Each reads and writes its rows once if a device has a kernel for it (`LayerOps`); `TorchLayers` is
-the same in plain PyTorch, on any device.
-"""
+"""Operations between a layer's matrix products: norms, rotary embedding with KV write, the gate."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +17,9 @@ __all__ = [
     "Angles",
     "Heads",
     "LayerOps",
-    "RoundsApart",
-    "TorchLayers",
     "add_layer_norm",
     "check_halves",
+    "rotated",
 ]
 
 
@@ -72,24 +66,27 @@ class Heads:
         return self.num_q_heads + self.num_kv_heads + self.num_value_heads
 
 
-class LayerOps(Protocol):
-    """Layer operations of one device. Arithmetic is float32; each result is rounded once."""
+@dataclass(frozen=True)
+class LayerOps:
+    """Layer operations in PyTorch; devices with kernels have subclasses. Arithmetic is float32, and
+    each result is rounded once."""
 
-    @property
-    def name(self) -> str: ...
+    name: str = "torch"
 
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
         """Add `delta` to `hidden` `[n, hidden_size]` in place (rounded to its dtype); return
         `RMSNorm(hidden) * weight`, `[n, hidden_size]`. `weight`: hidden's dtype, or float32."""
-        ...
+        if delta is not None:
+            hidden += delta
+        return _rms_norm(hidden, weight, eps)
 
     def rounded_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> RoundedRows:
         """`add_rms_norm`, the result rounded once more, to 8 bits (`rounded_rows`)."""
-        ...
+        return rounded_rows(self.add_rms_norm(hidden, delta, weight, eps), dtype)
 
     def rope_write(
         self,
@@ -103,101 +100,46 @@ class LayerOps(Protocol):
         """Norm and rotate the heads of `qkv` `[n, num_projected * head_dim]`, write k and v to
         `slots` (int64 `[n]`, page * page_size + place) of the pages, and return q
         `[n, num_q_heads, head_dim]`. Pair i of a head is `(x[i], x[i + head_dim / 2])`."""
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""
-        ...
-
-    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
-        """`silu_mul`, the result rounded once more, to 8 bits."""
-        ...
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu_mul` with GELU (tanh approximation) instead of SiLU."""
-        ...
-
-    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-        """Add `sinks` `[num_q_heads]` to attention `out` `[n, num_q_heads, head_dim]` in place;
-        `lse` is the log-sum-exp of its scores, float32 `[n, num_q_heads]`. A sink adds to the
-        denominator alone, so this is exact after any implementation."""
-        ...
-
-
-class RoundsApart(ABC):
-    """The roundings of `LayerOps` to 8 bits, each as two operations."""
-
-    @abstractmethod
-    def add_rms_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> Tensor: ...
-
-    @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def rounded_rms_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> RoundedRows:
-        """See `LayerOps`."""
-        return rounded_rows(self.add_rms_norm(hidden, delta, weight, eps), dtype)
-
-    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
-        """See `LayerOps`."""
-        return rounded_rows(self.silu_mul(gate_up), dtype)
-
-
-@dataclass(frozen=True)
-class TorchLayers(RoundsApart):
-    """`LayerOps` in PyTorch."""
-
-    name: str = "torch"
-
-    def add_rms_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> Tensor:
-        if delta is not None:
-            hidden += delta
-        return _rms_norm(hidden, weight, eps)
-
-    def rope_write(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles,
-        slots: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-    ) -> Tensor:
-        q, k, v = self.rotated(qkv, heads, angles)
+        q, k, v = rotated(qkv, heads, angles)
         if heads.num_kv_heads:
             write_kv(k_pages, slots, k)
             write_kv(v_pages, slots, v)
         return q
 
-    def rotated(self, qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[n, num_q_heads, head_dim]` and k `[n, num_kv_heads, head_dim]`, normed and rotated,
-        and v, not rotated."""
-        check_halves("head_dim", heads.head_dim)
-        split = qkv.view(len(qkv), heads.num_projected, heads.head_dim)
-        counts = (heads.num_q_heads, heads.num_kv_heads, heads.num_value_heads)
-        q, k, v = split.split(counts, dim=1)
-        v = k if heads.value_is_key else v
-        return (
-            _rotate(_head_norm(q, heads.q_norm, heads.eps), angles),
-            _rotate(_head_norm(k, heads.k_norm, heads.eps), angles),
-            F.rms_norm(v, (heads.head_dim,), eps=heads.eps) if heads.v_norm else v,
-        )
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""
         gate, up = _halves(gate_up)
         return F.silu(gate).mul_(up)
 
+    def rounded_silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> RoundedRows:
+        """`silu_mul`, the result rounded once more, to 8 bits."""
+        return rounded_rows(self.silu_mul(gate_up), dtype)
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu_mul` with GELU (tanh approximation) instead of SiLU."""
         gate, up = _halves(gate_up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        """Add `sinks` `[num_q_heads]` to attention `out` `[n, num_q_heads, head_dim]` in place;
+        `lse` is the log-sum-exp of its scores, float32 `[n, num_q_heads]`. A sink adds to the
+        denominator alone, so this is exact after any implementation."""
         out *= torch.sigmoid(lse - sinks)[..., None]
+
+
+def rotated(qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[n, num_q_heads, head_dim]` and k `[n, num_kv_heads, head_dim]` of `qkv`, as `rope_write`
+    takes it, normed and rotated; and v, not rotated."""
+    check_halves("head_dim", heads.head_dim)
+    split = qkv.view(len(qkv), heads.num_projected, heads.head_dim)
+    counts = (heads.num_q_heads, heads.num_kv_heads, heads.num_value_heads)
+    q, k, v = split.split(counts, dim=1)
+    v = k if heads.value_is_key else v
+    return (
+        _rotate(_head_norm(q, heads.q_norm, heads.eps), angles),
+        _rotate(_head_norm(k, heads.k_norm, heads.eps), angles),
+        F.rms_norm(v, (heads.head_dim,), eps=heads.eps) if heads.v_norm else v,
+    )
 
 
 def check_halves(name: str, size: int) -> None:

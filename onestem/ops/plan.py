@@ -68,14 +68,17 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
+        """Query rows of the step."""
         return len(self.row_position)
 
     @property
     def num_runs(self) -> int:
+        """Runs, also those that no span shows."""
         return len(self.runs)
 
     @property
     def num_spans(self) -> int:
+        """Spans of all rows."""
         return len(self.spans)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from onestem.ops.kv import read_kv
 from onestem.ops.plan import AttentionPlan
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State, empty_state
 
 __all__ = ["ReferenceAttention"]
@@ -34,16 +34,7 @@ class PreparedReference:
     plan: AttentionPlan
     keys: list[tuple[np.ndarray, np.ndarray]]  # per row: slots, positions
 
-    def attend(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> State:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `ops.attention`; `out` and `lse` are float64."""
         num_rows, num_heads, head_dim = q.shape
         state = empty_state(num_rows, num_heads, head_dim, device=q.device, dtype=torch.float64)
@@ -54,14 +45,14 @@ class PreparedReference:
             k = _per_q_head(read_kv(k_pages, index), num_heads)  # [num_heads, keys, head_dim]
             v = _per_q_head(read_kv(v_pages, index), num_heads)
             score = torch.einsum("hd,hkd->hk", q[row].double(), k)
-            score *= 1 / math.sqrt(head_dim) if scale is None else scale
-            if softcap is not None:
-                score = softcap * torch.tanh(score / softcap)
-            if alibi_slopes is not None:
+            score *= scores.factor(head_dim)
+            if scores.softcap is not None:
+                score = scores.softcap * torch.tanh(score / scores.softcap)
+            if scores.alibi_slopes is not None:
                 distance = torch.from_numpy(positions).to(q.device) - int(
                     self.plan.row_position[row]
                 )
-                score = score + alibi_slopes.double()[:, None] * distance
+                score = score + scores.alibi_slopes.double()[:, None] * distance
             state.lse[row] = torch.logsumexp(score, -1)
             state.out[row] = torch.einsum("hk,hkd->hd", torch.softmax(score, -1), v)
         return state

@@ -7,13 +7,12 @@ Softmax over a union of disjoint key sets is a weighted mean of the softmaxes ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["State", "empty_state", "merge_into", "merge_states"]
+__all__ = ["State", "empty_state", "merge_into"]
 
 
 class State(NamedTuple):
@@ -45,29 +44,9 @@ def empty_state(
     return State(out, lse)
 
 
-def merge_states(states: Sequence[State]) -> State:
-    """One state over the union of the parts' keys (which must be disjoint).
-
-    Associative and commutative up to rounding, and never NaN: if every part is empty, so is the
-    result. `out` keeps the first part's dtype; the sum is in float32 (float64 for float64).
-    """
-    if len(states) == 1:
-        return states[0]
-    wide = torch.float64 if states[0].lse.dtype == torch.float64 else torch.float32
-    lse = torch.stack([state.lse for state in states])  # [parts, num_rows, num_q_heads]
-    top = lse.amax(0)
-    top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
-    weight = torch.exp(lse - top)
-    total = weight.sum(0)
-    out = torch.zeros_like(states[0].out, dtype=wide)
-    for part, state in zip(weight, states, strict=True):
-        out += part.unsqueeze(-1) * state.out.to(wide)
-    out /= torch.where(total == 0, torch.ones_like(total), total).unsqueeze(-1)
-    return State(out.to(states[0].out.dtype), top + torch.log(total))
-
-
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into float32 accumulators in place (views into them are fine)."""
+    """Merge a part, over other keys, into float32 accumulators in place (views are fine).
+    Associative and commutative up to rounding, and never NaN."""
     merged = torch.logaddexp(lse, part_lse)
     # If both parts are empty, -inf - -inf would be NaN; any finite value gives weights of zero.
     safe = torch.where(merged == float("-inf"), torch.zeros_like(merged), merged)

@@ -6,7 +6,6 @@ Elsewhere, and for ALiBi and softcap, it is written out in float32.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from onestem.ops.items import CostModel, Item, SharedItem, WalkItem, make_items
 from onestem.ops.kv import read_kv, slot_index
 from onestem.ops.plan import AttentionPlan
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State, empty_state, merge_into
 
 __all__ = ["TorchAttention"]
@@ -35,26 +35,26 @@ class TorchAttention:
         return PreparedTorch(plan, make_items(plan, self.cost, share))
 
 
-Index = slice | Tensor
-
-
-def _index(rows: np.ndarray, device: torch.device) -> Index:
-    """A slice if rows are consecutive (no copy), else an index tensor."""
-    if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
-
-
 @dataclass
 class _Ready:
-    """An item on the device. `first`: nothing was written to its rows before it."""
+    """An item on the device.
 
-    item: Item
-    index: Index
+    Attributes:
+        rows, slots: int64, or a slice where they are consecutive.
+        each: each row has keys of its own, or reads a copy (`SharedItem.copies`).
+        mask: bool, broadcastable to scores `[batch, heads, query rows, keys]`; True: seen.
+        first: nothing was written to its rows before it.
+        additive: the mask by the dtype of scores to which it is added.
+    """
+
+    rows: slice | Tensor
     slots: slice | Tensor
-    key_positions: Tensor
-    mask: Tensor | None  # bool, broadcastable to [batch, 1, query rows, keys]; True: seen
+    positions: Tensor
+    each: bool
+    causal: bool
+    mask: Tensor | None
     first: bool
+    additive: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
 
 class PreparedTorch:
@@ -64,38 +64,26 @@ class PreparedTorch:
         self.plan = plan
         self.items = items
         self._ready: list[_Ready] | None = None
-        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def attend(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> State:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `ops.attention`."""
         num_rows, num_heads, head_dim = q.shape
         if self._ready is None:
             self._ready = self._make_ready(q.device, num_heads // k_pages.shape[2])
-        scores = _Scores(1 / math.sqrt(head_dim) if scale is None else scale, alibi_slopes, softcap)
-        if len(self._ready) == 1 and self._ready[0].index == slice(0, num_rows):
-            state = self._attend_item(0, self._ready[0], q, k_pages, v_pages, scores)
+        if len(self._ready) == 1 and self._ready[0].rows == slice(0, num_rows):
+            state = self._attend_item(self._ready[0], q, k_pages, v_pages, scores)
             return State(state.out.to(q.dtype), state.lse)
         total = empty_state(num_rows, num_heads, head_dim, device=q.device)
-        for number, ready in enumerate(self._ready):
-            part = self._attend_item(number, ready, q, k_pages, v_pages, scores)
+        for ready in self._ready:
+            part = self._attend_item(ready, q, k_pages, v_pages, scores)
+            rows = ready.rows
             if ready.first:
-                total.out[ready.index] = part.out.to(torch.float32)
-                total.lse[ready.index] = part.lse
-            elif isinstance(ready.index, slice):
-                merge_into(total.out[ready.index], total.lse[ready.index], part.out, part.lse)
-            else:
-                out, lse = total.out[ready.index], total.lse[ready.index]
-                merge_into(out, lse, part.out, part.lse)
-                total.out[ready.index], total.lse[ready.index] = out, lse
+                total.out[rows], total.lse[rows] = part.out.to(torch.float32), part.lse
+                continue
+            out, lse = total.out[rows], total.lse[rows]
+            merge_into(out, lse, part.out, part.lse)
+            if not isinstance(rows, slice):  # else these are views
+                total.out[rows], total.lse[rows] = out, lse
         return State(total.out.to(q.dtype), total.lse)
 
     def _make_ready(self, device: torch.device, group: int) -> list[_Ready]:
@@ -104,143 +92,89 @@ class PreparedTorch:
         for item in self.items:
             first = not touched[item.rows].any()
             touched[item.rows] = True
+            each = isinstance(item, WalkItem) or item.copies
+            mask = None if item.seen is None else torch.from_numpy(item.seen).to(device)
+            if mask is not None and each:
+                mask = mask[:, None, None, :]
+            elif mask is not None:
+                mask = mask.repeat_interleave(group, 0)[None, None]
+            flat = item.slots.ndim == 1
+            slots = slot_index(item.slots, device) if flat else torch.from_numpy(item.slots)
             ready.append(
                 _Ready(
-                    item,
-                    _index(item.rows, device),
-                    _slots(item, device),
+                    slot_index(item.rows, device),
+                    slots if isinstance(slots, slice) else slots.to(device),
                     torch.from_numpy(item.positions).to(device),
-                    _mask(item, group, device),
+                    each,
+                    isinstance(item, SharedItem) and item.causal,
+                    mask,
                     first,
                 )
             )
         return ready
 
     def _attend_item(
-        self,
-        number: int,
-        ready: _Ready,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        scores: _Scores,
+        self, ready: _Ready, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores
     ) -> State:
-        rows = q[ready.index]  # [n, num_q_heads, head_dim]
-        item = ready.item
-        k, v = read_kv(k_pages, ready.slots), read_kv(v_pages, ready.slots)
-        if isinstance(item, WalkItem) or (isinstance(item, SharedItem) and item.copies):
-            return self._attend_each(number, ready, rows, k, v, scores)
-        return self._attend_together(number, ready, rows, k, v, scores)
-
-    def _attend_together(
-        self, number: int, ready: _Ready, rows: Tensor, k: Tensor, v: Tensor, scores: _Scores
-    ) -> State:
-        """Attention of all rows over the same keys `[keys, num_kv_heads, head_dim]`."""
+        rows = q[ready.rows]
         n, num_heads, head_dim = rows.shape
-        group = num_heads // k.shape[1]
+        k, v = read_kv(k_pages, ready.slots), read_kv(v_pages, ready.slots)
+        heads, keys = k.shape[-2], k.shape[-3]
+        group = num_heads // heads
+        bias = self._alibi(ready, q.device, scores)
+        if ready.each:
+            if k.dim() == 3:  # read again for each row
+                k, v = k.expand(n, *k.shape), v.expand(n, *v.shape)
+            query = rows.view(n, heads, group, head_dim)
+            if bias is not None:
+                bias = bias.view(heads, group, n, keys).permute(2, 0, 1, 3)
+            state = _softmax(ready, query, k.transpose(1, 2), v.transpose(1, 2), bias, scores)
+            return State(state.out.reshape(n, num_heads, head_dim), state.lse.reshape(n, num_heads))
         k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-        if isinstance(ready.item, SharedItem) and ready.item.causal:
+        if ready.causal:
             # The triangle is over rows: query heads stay apart, and their KV head is repeated.
-            query = rows.transpose(0, 1).unsqueeze(0)  # [1, num_q_heads, n, head_dim]
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
-            state = self._softmax(number, ready, query, k, v, scores, True)
+            bias = None if bias is None else bias.unsqueeze(0)
+            state = _softmax(ready, rows.transpose(0, 1).unsqueeze(0), k, v, bias, scores)
             return State(state.out[0].transpose(0, 1), state.lse[0].transpose(0, 1))
         # A KV head's query heads are packed into the row axis, for one product.
-        query = rows.view(n, -1, group, head_dim).permute(1, 0, 2, 3)
-        query = query.reshape(1, -1, n * group, head_dim)
-        state = self._softmax(number, ready, query, k, v, scores, False)
-        out = state.out[0].reshape(-1, n, group, head_dim).transpose(0, 1)
-        lse = state.lse[0].reshape(-1, n, group).transpose(0, 1)
+        query = rows.view(n, heads, group, head_dim).transpose(0, 1)
+        query = query.reshape(1, heads, n * group, head_dim)
+        if bias is not None:
+            bias = bias.view(heads, group, n, keys).transpose(1, 2).reshape(1, heads, -1, keys)
+        state = _softmax(ready, query, k, v, bias, scores)
+        out = state.out[0].reshape(heads, n, group, head_dim).transpose(0, 1)
+        lse = state.lse[0].reshape(heads, n, group).transpose(0, 1)
         return State(out.reshape(n, num_heads, head_dim), lse.reshape(n, num_heads))
 
-    def _attend_each(
-        self, number: int, ready: _Ready, rows: Tensor, k: Tensor, v: Tensor, scores: _Scores
-    ) -> State:
-        """Attention of each row over its own keys, `[n, keys, num_kv_heads, head_dim]` (or
-        `[keys, ...]`, read again for each)."""
-        n, num_heads, head_dim = rows.shape
-        if k.dim() == 3:
-            k, v = k.expand(n, *k.shape), v.expand(n, *v.shape)
-        query = rows.view(n, k.shape[2], -1, head_dim)  # [n, num_kv_heads, group, head_dim]
-        state = self._softmax(
-            number, ready, query, k.transpose(1, 2), v.transpose(1, 2), scores, False
-        )
-        return State(state.out.reshape(n, num_heads, head_dim), state.lse.reshape(n, num_heads))
-
-    def _softmax(
-        self,
-        number: int,
-        ready: _Ready,
-        query: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scores: _Scores,
-        causal: bool,
-    ) -> State:
-        if query.device.type == "cpu" and not scores.special:
-            mask = self._additive(number, ready.mask, query.dtype)
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *map(_neighbours, (query, k, v)), 0.0, causal, attn_mask=mask, scale=scores.scale
-            )
-            return State(out, lse)
-        mask = _triangle(k.shape[2], query.device) if causal else ready.mask
-        bias = self._alibi(ready, query, k, scores)
-        return _explicit(query, k, v, mask, bias, scores)
-
-    def _additive(self, number: int, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if mask is None:
-            return None
-        key = (number, dtype)
-        if key not in self._masks:
-            zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            self._masks[key] = zero.masked_fill_(~mask, float("-inf"))
-        return self._masks[key]
-
-    def _alibi(self, ready: _Ready, query: Tensor, k: Tensor, scores: _Scores) -> Tensor | None:
-        """slope * (p_key - p_row), broadcastable to the scores `[batch, heads, rows, keys]`."""
+    def _alibi(self, ready: _Ready, device: torch.device, scores: Scores) -> Tensor | None:
+        """slope * (p_key - p_row), `[num_q_heads, n, keys]`."""
         if scores.alibi_slopes is None:
             return None
-        row_positions = torch.from_numpy(self.plan.row_position.astype(np.int64)).to(query.device)
-        p_row = row_positions[ready.index].float()
-        p_key = ready.key_positions.float()
-        slopes = scores.alibi_slopes
-        batch, heads, rows, keys = query.shape[0], query.shape[1], query.shape[2], k.shape[2]
-        if (
-            batch != 1
-            or p_key.dim() == 2
-            or (isinstance(ready.item, SharedItem) and ready.item.copies)
-        ):
-            distance = (p_key - p_row[:, None]).view(len(p_row), 1, 1, keys)
-            return slopes.view(1, heads, rows, 1) * distance
-        distance = p_key[None, :] - p_row[:, None]  # [n, keys]
-        bias = slopes.view(-1, 1, 1) * distance  # [num_q_heads, n, keys]
-        if heads == len(slopes) and rows == len(p_row):
-            return bias.unsqueeze(0)
-        group = rows // len(p_row)
-        bias = bias.view(heads, group, len(p_row), keys).transpose(1, 2)
-        return bias.reshape(1, heads, rows, keys)
+        positions = torch.from_numpy(self.plan.row_position.astype(np.int64)).to(device)
+        distance = ready.positions.float() - positions[ready.rows].float()[:, None]
+        return scores.alibi_slopes[:, None, None] * distance
 
 
-def _neighbours(x: Tensor) -> Tensor:
-    """`x` with a head's elements adjacent: the fused attention ignores their stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@dataclass(frozen=True)
-class _Scores:
-    scale: float
-    alibi_slopes: Tensor | None
-    softcap: float | None
-
-    @property
-    def special(self) -> bool:
-        return self.alibi_slopes is not None or self.softcap is not None
-
-
-def _explicit(
-    query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scores: _Scores
+def _softmax(
+    ready: _Ready, query: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores
 ) -> State:
-    score = query.float() @ k.float().transpose(-1, -2) * scores.scale
+    """Attention of query `[batch, heads, rows, head_dim]` over k and v `[batch, heads, keys,
+    head_dim]`; `bias`, as the scores, is added to them."""
+    scale, mask = scores.factor(query.shape[3]), ready.mask
+    if query.device.type == "cpu" and bias is None and scores.softcap is None:
+        if mask is not None and query.dtype not in ready.additive:
+            zeros = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+            ready.additive[query.dtype] = zeros.masked_fill_(~mask, float("-inf"))
+        # The fused attention ignores strides of a head's elements.
+        query, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, k, v, 0.0, ready.causal, attn_mask=ready.additive.get(query.dtype), scale=scale
+        )
+        return State(out, lse)
+    if ready.causal:
+        mask = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril()
+    score = query.float() @ k.float().transpose(-1, -2) * scale
     if scores.softcap is not None:
         score = scores.softcap * torch.tanh(score / scores.softcap)
     if bias is not None:
@@ -250,26 +184,6 @@ def _explicit(
     lse = torch.logsumexp(score, -1)
     safe = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     return State(torch.exp(score - safe.unsqueeze(-1)) @ v.float(), lse)
-
-
-def _slots(item: Item, device: torch.device) -> slice | Tensor:
-    if item.slots.ndim == 1:
-        return slot_index(item.slots, device)
-    return torch.from_numpy(item.slots).to(device)
-
-
-def _mask(item: Item, group: int, device: torch.device) -> Tensor | None:
-    """`seen`, broadcastable to the scores `[batch, heads, rows, keys]`."""
-    if item.seen is None:
-        return None
-    seen = torch.from_numpy(item.seen).to(device)
-    if isinstance(item, WalkItem) or item.copies:
-        return seen[:, None, None, :]
-    return seen.repeat_interleave(group, 0)[None, None]
-
-
-def _triangle(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
 
 
 def _repeat_heads(values: Tensor, group: int) -> Tensor:

@@ -50,7 +50,7 @@ class MappedMemory:
 
     def map(self, handle: bytes) -> int:
         """Where the memory with this handle begins for this process and its GPU. It must live as
-        long as this object."""
+        long as this object. Raises `RuntimeError`: the driver refuses."""
         found = c_ulonglong()
         with torch.cuda.device(self._device):
             self._call(

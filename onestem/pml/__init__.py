@@ -2,16 +2,14 @@
 
 `read_schema` and `read_prompt` parse files; the nodes (`Schema`, `Module`, ...) may be built in
 code as well. `lay_out` gives a schema's tokens their positions, `compile_prompt` makes a prompt's
-segments, `visible` returns which token sees which. `docs/pml.md` describes the language.
+segments. `docs/pml.md` describes the language.
 """
 
 from onestem.pml.binding import bind, find_schema
 from onestem.pml.compile import compile_prompt
-from onestem.pml.encode import encoding_prompts
 from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
 from onestem.pml.library import Library
 from onestem.pml.markup import to_markup
-from onestem.pml.mask import computed_spans, visible
 from onestem.pml.nodes import (
     Argument,
     Import,
@@ -28,7 +26,6 @@ from onestem.pml.place import Place, PmlError
 from onestem.pml.segments import (
     ISOLATIONS,
     CompiledPrompt,
-    EncodedSegment,
     Encoding,
     Isolation,
     Segment,
@@ -41,7 +38,6 @@ __all__ = [
     "Argument",
     "Block",
     "CompiledPrompt",
-    "EncodedSegment",
     "Encoding",
     "Import",
     "Isolation",
@@ -62,8 +58,6 @@ __all__ = [
     "Union",
     "bind",
     "compile_prompt",
-    "encoding_prompts",
-    "computed_spans",
     "find_schema",
     "lay_out",
     "parse",
@@ -74,5 +68,4 @@ __all__ = [
     "read_prompt",
     "read_schema",
     "to_markup",
-    "visible",
 ]

@@ -58,23 +58,19 @@ def _bind_scope(
         member = scope.members.get(node.name)
         if member is None:
             raise _unknown_module(node, outer, scope.members, schema)
-        _check_against(node, member, done)
+        module, union = member
+        for other, others_union in done:
+            if other is module:
+                raise PmlError(f"module {node.name} is imported twice: leave one out", node.at)
+            if union is not None and others_union is union:
+                raise PmlError(
+                    f"modules {other.name} and {node.name} are members of one union: import one",
+                    node.at,
+                )
         done.append(member)
         path = (*outer, node.name)
-        yield Binding(path, node, member.module, _arguments(node, member.module))
-        yield from _bind_scope(schema, path, member.module, node.body)
-
-
-def _check_against(node: Import, member: Member, done: Sequence[Member]) -> None:
-    """Check an import against those before it in the same scope."""
-    for other in done:
-        if other is member:
-            raise PmlError(f"module {node.name} is imported twice: leave one out", node.at)
-        if member.union is not None and other.union is member.union:
-            raise PmlError(
-                f"modules {other.module.name} and {node.name} are members of one union: import one",
-                node.at,
-            )
+        yield Binding(path, node, module, _arguments(node, module))
+        yield from _bind_scope(schema, path, module, node.body)
 
 
 def _arguments(node: Import, module: Module) -> dict[str, str]:

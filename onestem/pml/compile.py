@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,20 +59,6 @@ def compile_prompt(
     return _assemble(encoding, placement)
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """Tokens that are computed for this prompt."""
-
-    kind: SegmentKind
-    token_ids: np.ndarray
-    position: int
-    origin: str
-
-    @property
-    def end(self) -> int:
-        return self.position + len(self.token_ids)
-
-
 class _Placement:
     """Which positions are in use, and what is computed at them.
 
@@ -87,7 +72,7 @@ class _Placement:
         blocks = [layout.root, *(layout.blocks[binding.path] for binding in bindings)]
         items = [item for block in blocks for item in block.items]
         self.items = sorted(items, key=lambda item: item.position)
-        self.computed: list[_Placed] = []
+        self.computed: list[Segment] = []
         self._used = [(item.position, item.end) for item in self.items]
         self._ends: dict[Path, int] = {}  # of an import: last position in use + 1
         self._texts: list[tuple[int, int]] = []  # positions of the texts among the imports
@@ -124,7 +109,7 @@ class _Placement:
 
     def _compute(self, kind: SegmentKind, ids: np.ndarray, position: int, origin: str) -> None:
         if len(ids):
-            self.computed.append(_Placed(kind, ids, position, origin))
+            self.computed.append(Segment(kind, ids, position, origin))
 
     def put(self, text: NewText) -> None:
         """Place a text among the imports."""
@@ -183,42 +168,17 @@ class _Placement:
 
 def _assemble(encoding: Encoding, placement: _Placement) -> CompiledPrompt:
     stored = encoding.segments
-    spans = [item for item in placement.items if isinstance(item, Span)]
-    encoded = [stored[item.index] for item in placement.items if item.index in stored]
-    place = {segment.index: number for number, segment in enumerate(encoded)}
-    segments = [
-        Segment(
-            segment.kind,
-            segment.token_ids,
-            segment.position,
-            segment.origin,
-            tuple(place[index] for index in segment.attends),
-            segment.key,
-        )
-        for segment in encoded
-    ]
+    segments = encoding.in_prompt(i.index for i in placement.items if i.index in stored)
     computed = placement.computed + [
-        _Placed("text", span.token_ids, span.position, str(span.block))
-        for span in spans
-        if span.index not in stored
+        Segment("text", span.token_ids, span.position, str(span.block))
+        for span in placement.items
+        if isinstance(span, Span) and span.index not in stored
     ]
-    segments, computed = _last_computed(segments, computed)
-    for one in sorted(computed, key=lambda placed: placed.position):
-        segments.append(Segment(one.kind, one.token_ids, one.position, one.origin))
+    if segments and segments[-1].end > max((one.end for one in computed), default=0):
+        # The highest position must have logits. No other segment attends to this one.
+        before, last = segments.pop().with_last_computed()
+        segments += [before] if before.in_use else []
+        computed.append(last)
+    segments += sorted(computed, key=lambda segment: segment.position)
     schema = encoding.layout.schema.name
     return CompiledPrompt(schema, encoding.isolation, tuple(segments), placement.end)
-
-
-def _last_computed(
-    segments: list[Segment], computed: list[_Placed]
-) -> tuple[list[Segment], list[_Placed]]:
-    """Make the token at the highest position a computed one, so that it has logits.
-
-    If it is cached, it is the last token of the last encoded segment, which no other attends to.
-    """
-    if not segments or segments[-1].end <= max((one.end for one in computed), default=0):
-        return segments, computed
-    last = segments[-1]
-    again = _Placed("text", last.token_ids[-1:], last.end - 1, last.origin)
-    kept = [replace(last, in_use=last.in_use - 1)] if last.in_use > 1 else []
-    return [*segments[:-1], *kept], [*computed, again]

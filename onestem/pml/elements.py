@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onestem.pml.files import read_source
 from onestem.pml.nodes import (
+    ROLES,
     Argument,
     Import,
     Module,
@@ -23,17 +24,7 @@ from onestem.pml.nodes import (
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.whitespace import Fragment, clean
 
-__all__ = [
-    "Element",
-    "Item",
-    "make_import",
-    "make_module",
-    "make_parameter",
-    "make_prompt",
-    "make_role",
-    "make_schema",
-    "make_union",
-]
+__all__ = ["Element", "Item", "node_of"]
 
 Item = Fragment | Parameter | Module | Union | Role | Import
 
@@ -52,7 +43,7 @@ class Element:
         """The element's attributes; a missing or unknown one is refused."""
         known = [*required, *optional]
         for name in self.attributes:
-            if name not in known and name != "xml:space":
+            if name not in known:
                 expected = ", ".join(known) or "none"
                 raise PmlError(
                     f"<{self.tag}> has no attribute {name!r}, expected: {expected}", self.at
@@ -75,18 +66,33 @@ class Element:
         return [*found, *clean(stretch, preserve=self.preserve)]
 
 
-def make_schema(element: Element) -> Schema:
-    given = element.take(["name"], ["separator"])
-    separator = given.get("separator", "\n")
-    return Schema(given["name"], element.children(), separator, at=element.at)
+def node_of(element: Element, folder: Path | None) -> Item | Schema | Prompt:
+    """The node of an element that is closed. `folder`: what `src` is relative to.
+
+    Raises:
+        PmlError: an attribute or the content is wrong.
+    """
+    tag, at = element.tag, element.at
+    if tag == "schema":
+        given = element.take(["name"], ["separator"])
+        return Schema(given["name"], element.children(), given.get("separator", "\n"), at=at)
+    if tag == "prompt":
+        return Prompt(element.take(["schema"])["schema"], element.children(), at=at)
+    if tag == "module":
+        return _module(element, folder)
+    if tag in ("parameter", "param"):
+        return _parameter(element)
+    if tag == "union":
+        element.take([])
+        return Union(element.children(), at=at)
+    if tag in ROLES:
+        element.take([])
+        return Role(tag, element.children(), at=at)
+    arguments = [Argument(name, value, at=at) for name, value in element.attributes.items()]
+    return Import(tag, arguments, element.children(), at=at)
 
 
-def make_prompt(element: Element) -> Prompt:
-    given = element.take(["schema"])
-    return Prompt(given["schema"], element.children(), at=element.at)
-
-
-def make_module(element: Element, folder: Path | None) -> Module:
+def _module(element: Element, folder: Path | None) -> Module:
     given = element.take(["name"], ["cache", "src"])
     cache = given.get("cache", "true")
     if cache not in ("true", "false"):
@@ -102,23 +108,7 @@ def make_module(element: Element, folder: Path | None) -> Module:
     return Module(given["name"], body, cache == "true", at=element.at)
 
 
-def make_union(element: Element) -> Union:
-    element.take([])
-    return Union(element.children(), at=element.at)
-
-
-def make_role(element: Element) -> Role:
-    element.take([])
-    return Role(element.tag, element.children(), at=element.at)
-
-
-def make_import(element: Element) -> Import:
-    given = {name: v for name, v in element.attributes.items() if name != "xml:space"}
-    arguments = [Argument(name, value, at=element.at) for name, value in given.items()]
-    return Import(element.tag, arguments, element.children(), at=element.at)
-
-
-def make_parameter(element: Element) -> Parameter:
+def _parameter(element: Element) -> Parameter:
     given = element.take(["name"], ["length", "len", "default"])
     lengths = [given[form] for form in ("length", "len") if form in given]
     if len(lengths) != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 
 from onestem.pml.layout import Layout, before_turns, separated
 from onestem.pml.place import Place, PmlError
@@ -11,13 +11,6 @@ from onestem.pml.reading import NewText
 from onestem.pml.tokens import Part, around_turns
 
 __all__ = ["ending"]
-
-
-@dataclass
-class _Turn:
-    role: str
-    texts: list[str]
-    at: Place | None
 
 
 def ending(
@@ -35,40 +28,30 @@ def ending(
         after_space: whether no separator is needed before them.
         at: place of errors that no text causes.
     """
-    contents = [text.node.text for text in texts]
     if not layout.roles and not any(text.role for text in texts):
-        return _content(layout, contents, after_space)
-    turns = _turns(texts)
+        return _content(layout, texts, after_space)
+    turns = [(role, list(new)) for role, new in groupby(texts, lambda text: text.role or "user")]
     parts: list[Part] = []
-    if turns and layout.roles and turns[0].role == layout.roles[-1]:
-        parts = _content(layout, turns.pop(0).texts, after_space)
-    roles = [*layout.roles, *(turn.role for turn in turns)]
+    if turns and layout.roles and turns[0][0] == layout.roles[-1]:
+        parts = _content(layout, turns.pop(0)[1], after_space)
+    roles = [*layout.roles, *(role for role, _ in turns)]
     if not turns and roles[-1] == "assistant":
         return parts
-    around = _around_new_turns(layout, roles, turns[0].at if turns else at)
-    for before, turn in zip(around, turns):
-        parts += [Part(before, control=True), *_content(layout, turn.texts, after_space=True)]
+    around = _around_new_turns(layout, roles, turns[0][1][0].node.at if turns else at)
+    for before, (_, new) in zip(around, turns):
+        parts += [Part(before, control=True), *_content(layout, new, after_space=True)]
     return parts if roles[-1] == "assistant" else [*parts, Part(around[-1], control=True)]
 
 
-def _turns(texts: Sequence[NewText]) -> list[_Turn]:
-    turns: list[_Turn] = []
-    for text in texts:
-        role = text.role or "user"
-        if not turns or turns[-1].role != role:
-            turns.append(_Turn(role, [], text.node.at))
-        turns[-1].texts.append(text.node.text)
-    return turns
-
-
-def _content(layout: Layout, texts: Sequence[str], after_space: bool) -> list[Part]:
+def _content(layout: Layout, new: Sequence[NewText], after_space: bool) -> list[Part]:
     """Consecutive texts, with the separator before them if one is needed."""
-    if not texts:
+    if not new:
         return []
     separator = layout.schema.separator
+    *texts, last = (text.node.text for text in new)
     first = [] if after_space or not separator else [Part(separator)]
-    inner = [Part(separated(text, separator)) for text in texts[:-1]]
-    return [*first, *inner, Part(texts[-1])]
+    inner = [Part(separated(text, separator)) for text in texts]
+    return [*first, *inner, Part(last)]
 
 
 def _around_new_turns(layout: Layout, roles: Sequence[str], at: Place | None) -> list[str]:

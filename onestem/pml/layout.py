@@ -9,24 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
-from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union
+from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union, modules_of
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.tokens import Part, Tokenizer, around_turns, encode_parts, encode_text
 
-__all__ = [
-    "Block",
-    "Layout",
-    "Slot",
-    "Span",
-    "Turn",
-    "before_turns",
-    "lay_out",
-    "separated",
-    "turns_of",
-]
+__all__ = ["Block", "Layout", "Slot", "Span", "before_turns", "lay_out", "separated"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +41,13 @@ class Span:
 
     @property
     def end(self) -> int:
+        """The position after its last token."""
         return self.position + len(self.token_ids)
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter's place; `default_ids` is None where an argument must be given."""
+    """A parameter's place; `default_ids` (int32 `[n]`) is None where an argument must be given."""
 
     index: int
     block: Block
@@ -65,6 +57,7 @@ class Slot:
 
     @property
     def end(self) -> int:
+        """The position after those that it keeps free."""
         return self.position + self.parameter.length
 
 
@@ -74,6 +67,7 @@ class Block:
 
     Attributes:
         path: names from the outermost module to this one.
+        union: that it is a member of, if any.
         turn: index of the schema's turn that contains it; None: the schema has no roles.
         items: its own text and parameters by position, without nested modules.
         start, end: its positions, with nested modules.
@@ -82,6 +76,7 @@ class Block:
     path: tuple[str, ...]
     module: Module | None
     parent: Block | None
+    union: Union | None = None
     turn: int | None = None
     items: list[Span | Slot] = field(default_factory=list)
     children: list[Block] = field(default_factory=list)
@@ -90,14 +85,17 @@ class Block:
 
     @property
     def cached(self) -> bool:
+        """Whether its own text is computed once for all prompts."""
         return self.module is None or self.module.cache
 
     @property
     def spans(self) -> list[Span]:
+        """Its own text, by position."""
         return [item for item in self.items if isinstance(item, Span)]
 
     @property
     def slots(self) -> list[Slot]:
+        """The places of its parameters, by position."""
         return [item for item in self.items if isinstance(item, Slot)]
 
     def enclosing(self) -> list[Block]:
@@ -111,15 +109,6 @@ class Block:
 
     def __str__(self) -> str:
         return f"module {'/'.join(self.path)}" if self.path else "the schema's text"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Neighbouring elements of one role; text outside of roles is the user's."""
-
-    role: str
-    bodies: tuple[tuple[Node, ...], ...]
-    at: Place | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +133,7 @@ class Layout:
 
     @property
     def root(self) -> Block:
+        """The schema's own text."""
         return self.blocks[()]
 
     def items(self) -> Iterator[Span | Slot]:
@@ -172,40 +162,35 @@ def before_turns(tokenizer: Tokenizer, roles: Sequence[str], at: Place | None) -
     return around_turns(tokenizer, [*roles, *follows], answer=True, at=at)[: len(roles)]
 
 
-def turns_of(body: Sequence[Node | str]) -> list[Turn]:
-    """The turns of a body; none if it has no roles."""
-    if not any(isinstance(node, Role) for node in body):
-        return []
-    turns: list[Turn] = []
-    outside: list[Node] = []
-    for node in body:
-        if isinstance(node, Role):
-            _add_outside(turns, outside)
-            outside = []
-            _add_turn(turns, node.role, node.body, node.at)
-        elif not isinstance(node, str):
-            outside.append(node)
-    _add_outside(turns, outside)
-    return turns
-
-
-def _add_outside(turns: list[Turn], nodes: Sequence[Node]) -> None:
-    if nodes:
-        _add_turn(turns, "user", nodes, nodes[0].at)
-
-
-def _add_turn(turns: list[Turn], role: str, body: Sequence[Node | str], at: Place | None) -> None:
-    nodes = tuple(node for node in body if not isinstance(node, str))
-    if turns and turns[-1].role == role:
-        last = turns.pop()
-        turns.append(Turn(role, (*last.bodies, nodes), last.at))
-    else:
-        turns.append(Turn(role, (nodes,), at))
-
-
 def separated(text: str, separator: str) -> str:
     """A text followed by the separator, unless it ends in whitespace or is empty."""
     return text if not text or text[-1].isspace() else text + separator
+
+
+@dataclass
+class _Turn:
+    """Neighbouring elements of one role."""
+
+    role: str
+    bodies: list[Sequence[Node | str]]
+    at: Place | None
+
+
+def _turns_of(body: Sequence[Node | str]) -> list[_Turn]:
+    """The turns of a body, where text outside of roles is the user's; none if it has no roles."""
+    turns: list[_Turn] = []
+    if not any(isinstance(node, Role) for node in body):
+        return turns
+    for _, group in groupby(body, lambda node: id(node) if isinstance(node, Role) else None):
+        nodes = list(group)
+        role, inner = "user", nodes
+        if isinstance(nodes[0], Role):
+            role, inner = nodes[0].role, list(nodes[0].body)
+        if turns and turns[-1].role == role:
+            turns[-1].bodies.append(inner)
+        else:
+            turns.append(_Turn(role, [inner], getattr(nodes[0], "at", None)))
+    return turns
 
 
 class _Walk:
@@ -226,7 +211,7 @@ class _Walk:
         self._begun = False
 
     def layout(self) -> Layout:
-        turns = turns_of(self.schema.body)
+        turns = _turns_of(self.schema.body)
         roles = [turn.role for turn in turns]
         around: list[str] = []
         if turns:
@@ -246,7 +231,7 @@ class _Walk:
             self.max_positions,
         )
 
-    def _turns(self, turns: list[Turn], around: list[str]) -> None:
+    def _turns(self, turns: list[_Turn], around: list[str]) -> None:
         for index, (turn, before) in enumerate(zip(turns, around, strict=True)):
             self._turn = index
             self._at = turn.at
@@ -273,16 +258,15 @@ class _Walk:
 
     def _modules(self, node: Module | Union) -> None:
         start, ends = self.position, []
-        for module in [node] if isinstance(node, Module) else node.body:
-            assert isinstance(module, Module)
+        for module, union in modules_of([node]):
             self.position = start
-            self._module(module)
+            self._module(module, union)
             ends.append(self.position)
         self.position = max(ends)
 
-    def _module(self, module: Module) -> None:
+    def _module(self, module: Module, union: Union | None) -> None:
         outer = self.block
-        inner = Block((*outer.path, module.name), module, outer, self._turn)
+        inner = Block((*outer.path, module.name), module, outer, union, self._turn)
         inner.start = self.position
         outer.children.append(inner)
         self.block = self.blocks[inner.path] = inner
@@ -308,8 +292,8 @@ class _Walk:
         if not len(ids):
             return
         spaced = not self._last or self._last.isspace()
-        span = Span(self._next(), self.block, ids, self.position, text, spaced)
-        self._advance(span, len(ids), self._at)
+        span = Span(self._count, self.block, ids, self.position, text, spaced)
+        self._add(span, self._at)
 
     def _slot(self, parameter: Parameter) -> None:
         ids = None
@@ -321,17 +305,14 @@ class _Walk:
                     f"{len(ids)} tokens, its length is {parameter.length}: raise the length",
                     parameter.at,
                 )
-        slot = Slot(self._next(), self.block, parameter, self.position, ids)
-        self._advance(slot, parameter.length, parameter.at)
+        slot = Slot(self._count, self.block, parameter, self.position, ids)
+        self._add(slot, parameter.at)
         self._last = "\0"
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
-
-    def _advance(self, item: Span | Slot, length: int, at: Place | None) -> None:
+    def _add(self, item: Span | Slot, at: Place | None) -> None:
         self.block.items.append(item)
-        self.position += length
+        self._count += 1
+        self.position = item.end
         if self.max_positions is not None and self.position > self.max_positions:
             raise PmlError(
                 f"{self.block} reaches position {self.position - 1} and the model has "

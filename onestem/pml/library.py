@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from onestem.pml.binding import find_schema, unknown_schema
 from onestem.pml.compile import compile_prompt
-from onestem.pml.layout import Block, Layout, lay_out
-from onestem.pml.nodes import Prompt, Schema, modules_of
-from onestem.pml.parser import parse_prompt, parse_schema, read_prompt, read_schema
+from onestem.pml.layout import Layout, lay_out
+from onestem.pml.nodes import Prompt, Schema
+from onestem.pml.parser import D, of_kind, parse, read
 from onestem.pml.place import PmlError
 from onestem.pml.segments import (
     CompiledPrompt,
-    EncodedSegment,
     Encoding,
     Isolation,
+    Segment,
     parse_isolation,
 )
 from onestem.pml.tokens import Tokenizer
@@ -49,7 +48,7 @@ class Library:
         Raises:
             PmlError: the schema is wrong, or another schema has its name.
         """
-        schema = source if isinstance(source, Schema) else _schema(source)
+        schema = _document(Schema, source)
         known = self.layouts.get(schema.name)
         if known is None:
             layout = lay_out(schema, self.tokenizer, max_positions=self.max_positions)
@@ -67,7 +66,7 @@ class Library:
         Raises:
             PmlError: the prompt is wrong, or its schema is not here.
         """
-        prompt = source if isinstance(source, Prompt) else _prompt(source)
+        prompt = _document(Prompt, source)
         layout = find_schema(prompt, self.layouts)
         encoding = self.encoding(prompt.schema, isolation)
         return compile_prompt(layout, prompt, encoding.isolation, encoding=encoding)
@@ -85,42 +84,27 @@ class Library:
             self._encodings[key] = Encoding(self.layouts[name], key[1])
         return self._encodings[key]
 
-    def alternatives(self, compiled: CompiledPrompt) -> list[EncodedSegment]:
+    def alternatives(self, compiled: CompiledPrompt) -> list[Segment]:
         """Cached text of the other members of unions from which a prompt imports: the next prompt
         may use it."""
-        layout = self.layouts[compiled.schema]
         segments = self.encoding(compiled.schema, compiled.isolation).segments
         keys = {segment.key for segment in compiled.segments if segment.kind == "cached"}
-        found = []
-        for block in layout.blocks.values():
-            for members in _unions_of(layout, block):
-                own = [segments[i.index] for m in members for i in m.items if i.index in segments]
-                if any(segment.key in keys for segment in own):
-                    found += [s for s in own if s.kind == "cached" and s.key not in keys]
-        return found
+        unions: dict[tuple[object, int], list[Segment]] = {}
+        for block in self.layouts[compiled.schema].blocks.values():
+            if block.union is not None:
+                own = [segments[item.index] for item in block.items if item.index in segments]
+                unions.setdefault((block.parent, id(block.union)), []).extend(own)
+        return [
+            segment
+            for members in unions.values()
+            if any(segment.key in keys for segment in members)
+            for segment in members
+            if segment.kind == "cached" and segment.key not in keys
+        ]
 
 
-def _unions_of(layout: Layout, block: Block) -> Iterator[list[Block]]:
-    """The members of each union that is directly in a block."""
-    body = layout.schema.body if block.module is None else block.module.body
-    members: dict[int, list[Block]] = {}
-    blocks = {child.path[-1]: child for child in block.children}
-    for module, union in modules_of(body):
-        if union is not None:
-            members.setdefault(id(union), []).append(blocks[module.name])
-    yield from members.values()
-
-
-def _schema(source: Source) -> Schema:
-    markup = _markup(source)
-    return read_schema(Path(source)) if markup is None else parse_schema(markup)
-
-
-def _prompt(source: Source) -> Prompt:
-    markup = _markup(source)
-    return read_prompt(Path(source)) if markup is None else parse_prompt(markup)
-
-
-def _markup(source: Source) -> str | None:
+def _document(kind: type[D], source: Schema | Prompt | Source) -> D:
+    if isinstance(source, (Schema, Prompt)):
+        return of_kind(kind, source)
     begins = isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("<")
-    return source if isinstance(source, str) and begins else None
+    return of_kind(kind, parse(str(source)) if begins else read(Path(source)))

@@ -31,6 +31,7 @@ __all__ = [
     "Union",
     "imports_of",
     "modules_of",
+    "with_roles",
 ]
 
 ROLES = ("system", "user", "assistant")
@@ -40,18 +41,24 @@ _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 
 @dataclass(frozen=True)
-class Text:
+class _Placed:
+    """What may have been read from a file. `at`: where it begins there."""
+
+    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Text(_Placed):
     """Characters, unchanged."""
 
     text: str
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_text("text", self.text, self.at)
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(_Placed):
     """A placeholder of `length` positions, for an argument of at most `length` tokens.
 
     Without `default`, an import of its module must give an argument.
@@ -60,7 +67,6 @@ class Parameter:
     name: str
     length: int
     default: str | None = None
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_name("parameter", self.name, self.at)
@@ -76,7 +82,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Module:
+class Module(_Placed):
     """Text that prompts may import; it is always at the same positions.
 
     Attributes:
@@ -88,7 +94,6 @@ class Module:
     name: str
     body: Sequence[Node | str] = ()
     cache: bool = True
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_name("module", self.name, self.at)
@@ -97,9 +102,7 @@ class Module:
                 f"module name {self.name!r} is a tag of the language: choose another", self.at
             )
         _set_body(self, f"module {self.name}", (Text, Parameter, Module, Union))
-        first: dict[str, Parameter] = {}
-        for parameter in self.parameters:
-            _check_new(first, parameter, f"parameter {parameter.name} of module {self.name}")
+        _check_names(self.parameters, f"module {self.name}")
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -113,11 +116,10 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Union:
+class Union(_Placed):
     """Modules of which a prompt imports at most one; they start at the same position."""
 
     body: Sequence[Node]
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _set_body(self, "a union", (Module,))
@@ -126,12 +128,11 @@ class Union:
 
 
 @dataclass(frozen=True)
-class Role:
+class Role(_Placed):
     """A turn of a conversation, or a part of one: `system`, `user` or `assistant`."""
 
     role: str
     body: Sequence[Node | str] = ()
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -140,7 +141,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Schema:
+class Schema(_Placed):
     """Modules with fixed places, and text that every prompt has.
 
     Attributes:
@@ -151,7 +152,6 @@ class Schema:
     name: str
     body: Sequence[Node | str] = ()
     separator: str = "\n"
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -174,19 +174,18 @@ class Schema:
 
 
 @dataclass(frozen=True)
-class Argument:
+class Argument(_Placed):
     """The text for a parameter."""
 
     name: str
     value: str
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_text(f"argument {self.name}", self.value, self.at)
 
 
 @dataclass(frozen=True)
-class Import:
+class Import(_Placed):
     """A module that a prompt takes in, with arguments, imports nested in it, and new text.
 
     Attributes:
@@ -197,7 +196,6 @@ class Import:
     name: str
     arguments: Mapping[str, str] | Sequence[Argument] = ()
     body: Sequence[Node | str] = ()
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         given = self.arguments
@@ -212,12 +210,11 @@ class Import:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(_Placed):
     """Imports from one schema, and new text before, between and after them."""
 
     schema: str
     body: Sequence[Node | str] = ()
-    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _set_body(self, "a prompt", (Text, Import, Role))
@@ -227,42 +224,41 @@ class Prompt:
                 raise PmlError(f"<{role.role}> of a prompt is empty: leave it out", role.at)
 
 
-@dataclass(frozen=True)
-class Member:
-    """A module and the union that contains it, if any."""
-
-    module: Module
-    union: Union | None
-
-
 Node: TypeAlias = Text | Parameter | Module | Union | Role | Import
+Member: TypeAlias = tuple[Module, Union | None]
+"""A module and the union that contains it, if any."""
 
 
-def modules_of(body: Iterable[Node | str]) -> Iterator[tuple[Module, Union | None]]:
+def with_roles(
+    body: Iterable[Node | str], role: str | None = None
+) -> Iterator[tuple[Node, str | None]]:
+    """The nodes of one scope in order, those in roles in place of these, each with its role."""
+    for node in body:
+        if isinstance(node, Role):
+            yield from with_roles(node.body, node.role)
+        elif not isinstance(node, str):
+            yield node, role
+
+
+def modules_of(body: Iterable[Node | str]) -> Iterator[Member]:
     """The modules of one scope in order, each with the union it is a member of.
 
     A scope is the direct content of a schema or a module, including that of its roles and unions.
     """
-    for node in body:
+    for node, _ in with_roles(body):
         if isinstance(node, Module):
             yield node, None
         elif isinstance(node, Union):
-            yield from ((member, node) for member, _ in modules_of(node.body))
-        elif isinstance(node, Role):
-            yield from modules_of(node.body)
+            yield from ((member, node) for member in node.body if isinstance(member, Module))
 
 
 def imports_of(body: Iterable[Node | str]) -> Iterator[Import]:
     """The imports of one scope in order, including those in roles."""
-    for node in body:
-        if isinstance(node, Import):
-            yield node
-        elif isinstance(node, Role):
-            yield from imports_of(node.body)
+    return (node for node, _ in with_roles(body) if isinstance(node, Import))
 
 
 def _members(body: Iterable[Node | str]) -> dict[str, Member]:
-    return {module.name: Member(module, union) for module, union in modules_of(body)}
+    return {member[0].name: member for member in modules_of(body)}
 
 
 def _roles(body: Iterable[Node | str]) -> list[Role]:
@@ -275,22 +271,18 @@ def _set_body(owner: object, name: str, allowed: tuple[type, ...]) -> None:
     merged: list[Node] = []
     for child in (given,) if isinstance(given, str) else given:
         node = Text(child) if isinstance(child, str) else child
-        _refuse_unless(node, allowed, name)
+        if type(node) not in allowed:
+            kinds = ", ".join(kind.__name__.lower() for kind in allowed)
+            raise PmlError(
+                f"{_describe(node)} stands in {name}, expected there: {kinds}",
+                getattr(node, "at", None),
+            )
         last = merged[-1] if merged else None
         if isinstance(node, Text) and isinstance(last, Text):
             merged[-1] = Text(last.text + node.text, at=last.at)
         elif not (isinstance(node, Text) and not node.text):
             merged.append(node)
     object.__setattr__(owner, "body", tuple(merged))
-
-
-def _refuse_unless(node: Node, allowed: tuple[type, ...], owner: str) -> None:
-    if not isinstance(node, allowed):
-        kinds = ", ".join(kind.__name__.lower() for kind in allowed)
-        raise PmlError(
-            f"{_describe(node)} stands in {owner}, expected there: {kinds}",
-            getattr(node, "at", None),
-        )
 
 
 def _refuse(body: Iterable[Node | str], kinds: tuple[type, ...], owner: str) -> None:
@@ -320,22 +312,21 @@ def _check_name(kind: str, name: str, at: Place | None) -> None:
         )
 
 
-def _check_new(first: dict[str, Parameter], node: Parameter, what: str) -> None:
-    if node.name in first:
-        raise _twice(what, first[node.name].at, node.at)
-    first[node.name] = node
-
-
 def _check_scope(body: Iterable[Node | str], where: str) -> None:
     """Check that modules of one scope have different names, at every level."""
-    first: dict[str, Module] = {}
-    for module, _ in modules_of(body):
-        if module.name in first:
-            raise _twice(f"module {module.name} of {where}", first[module.name].at, module.at)
-        first[module.name] = module
+    modules = [module for module, _ in modules_of(body)]
+    _check_names(modules, where)
+    for module in modules:
         _check_scope(module.body, f"module {module.name}")
 
 
-def _twice(what: str, first: Place | None, second: Place | None) -> PmlError:
-    where = "" if first is None else f", first on line {first.line}"
-    return PmlError(f"{what} is defined twice{where}: rename one", second)
+def _check_names(nodes: Iterable[Module | Parameter], where: str) -> None:
+    first: dict[str, Place | None] = {}
+    for node in nodes:
+        if node.name in first:
+            before = first[node.name]
+            line = "" if before is None else f", first on line {before.line}"
+            raise PmlError(
+                f"{_describe(node)} of {where} is defined twice{line}: rename one", node.at
+            )
+        first[node.name] = node.at

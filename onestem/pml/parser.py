@@ -7,21 +7,11 @@ plain text, with a bound on their expansion. Any other declaration is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from xml.parsers import expat
 
-from onestem.pml.elements import (
-    Element,
-    Item,
-    make_import,
-    make_module,
-    make_parameter,
-    make_prompt,
-    make_role,
-    make_schema,
-    make_union,
-)
+from onestem.pml.elements import Element, node_of
 from onestem.pml.files import MAX_BYTES, decode_markup, read_bytes
 from onestem.pml.nodes import ROLES, Prompt, Schema
 from onestem.pml.place import Place, PmlError
@@ -30,6 +20,8 @@ from onestem.pml.whitespace import Fragment, FragmentKind
 __all__ = [
     "MAX_DEPTH",
     "MAX_ENTITY_TEXT",
+    "D",
+    "of_kind",
     "parse",
     "parse_prompt",
     "parse_schema",
@@ -41,12 +33,8 @@ __all__ = [
 MAX_DEPTH = 128  # of nested elements
 MAX_ENTITY_TEXT = 1 << 20  # characters, over all uses of declared entities
 SCHEMA_TAGS = ("module", "union", "parameter", "param", *ROLES)
-_MAKE: dict[str, Callable[[Element], Item]] = {
-    "union": make_union,
-    "parameter": make_parameter,
-    "param": make_parameter,
-    **dict.fromkeys(ROLES, make_role),
-}
+
+D = TypeVar("D", Schema, Prompt)  # a document
 
 
 def parse(
@@ -75,12 +63,12 @@ def parse(
 
 def parse_schema(text: str | bytes, *, file: str = "<text>", folder: Path | None = None) -> Schema:
     """`parse`, for a schema."""
-    return _expect_schema(parse(text, file=file, folder=folder))
+    return of_kind(Schema, parse(text, file=file, folder=folder))
 
 
 def parse_prompt(text: str | bytes, *, file: str = "<text>") -> Prompt:
     """`parse`, for a prompt."""
-    return _expect_prompt(parse(text, file=file))
+    return of_kind(Prompt, parse(text, file=file))
 
 
 def read(path: str | Path) -> Schema | Prompt:
@@ -91,24 +79,22 @@ def read(path: str | Path) -> Schema | Prompt:
 
 def read_schema(path: str | Path) -> Schema:
     """`read`, for a schema."""
-    return _expect_schema(read(path))
+    return of_kind(Schema, read(path))
 
 
 def read_prompt(path: str | Path) -> Prompt:
     """`read`, for a prompt."""
-    return _expect_prompt(read(path))
+    return of_kind(Prompt, read(path))
 
 
-def _expect_schema(found: Schema | Prompt) -> Schema:
-    if isinstance(found, Schema):
+def of_kind(kind: type[D], found: Schema | Prompt) -> D:
+    """What was found, if it is of this kind; else raises `PmlError`."""
+    if isinstance(found, kind):
         return found
-    raise PmlError("this is a <prompt>, expected a <schema>: give the schema's file", found.at)
-
-
-def _expect_prompt(found: Schema | Prompt) -> Prompt:
-    if isinstance(found, Prompt):
-        return found
-    raise PmlError("this is a <schema>, expected a <prompt>: give the prompt's file", found.at)
+    got, expected = type(found).__name__.lower(), kind.__name__.lower()
+    raise PmlError(
+        f"this is a <{got}>, expected a <{expected}>: give the {expected}'s file", found.at
+    )
 
 
 class _Reader:
@@ -122,11 +108,7 @@ class _Reader:
         self.root: Schema | Prompt | None = None
         self._cdata = False
         self._entity_text = 0
-        self._expat = expat.ParserCreate("utf-8")
-        self._listen()
-
-    def _listen(self) -> None:
-        parser = self._expat
+        self._expat = parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler = self._start
         parser.EndElementHandler = self._end
         parser.CharacterDataHandler = self._characters
@@ -163,7 +145,7 @@ class _Reader:
         if len(self.open) >= MAX_DEPTH:
             raise PmlError(f"<{tag}> stands inside {MAX_DEPTH} elements, which is the limit", at)
         preserve = self.open[-1].preserve if self.open else False
-        space = attributes.get("xml:space")
+        space = attributes.pop("xml:space", None)
         if space is not None:
             if space not in ("default", "preserve"):
                 raise PmlError(f"xml:space is {space!r}, expected default or preserve", at)
@@ -194,13 +176,11 @@ class _Reader:
         return self.open[0].tag == "schema"
 
     def _end(self, tag: str) -> None:
-        element = self.open.pop()
-        if tag in ("schema", "prompt"):
-            self.root = make_schema(element) if tag == "schema" else make_prompt(element)
-        elif tag == "module":
-            self.open[-1].items.append(make_module(element, self.folder))
+        node = node_of(self.open.pop(), self.folder)
+        if isinstance(node, (Schema, Prompt)):
+            self.root = node
         else:
-            self.open[-1].items.append(_MAKE.get(tag, make_import)(element))
+            self.open[-1].items.append(node)
 
     def _characters(self, text: str) -> None:
         at = self._here()
@@ -227,17 +207,10 @@ class _Reader:
             )
 
     def _entity(
-        self,
-        name: str,
-        is_parameter: int,
-        value: str | None,
-        base: str | None,
-        system_id: str | None,
-        public_id: str | None,
-        notation: str | None,
+        self, name: str, is_parameter: int, value: str | None, *elsewhere: str | None
     ) -> None:
         at = self._declaration()
-        if is_parameter or value is None or system_id is not None or notation is not None:
+        if is_parameter or value is None or any(one is not None for one in elsewhere):
             raise PmlError(
                 f"entity {name} is not plain text, expected one that stands for characters: write "
                 "out what it stands for",

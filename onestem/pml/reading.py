@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onestem.pml.layout import Layout
-from onestem.pml.nodes import Import, Node, Prompt, Role, Text
+from onestem.pml.nodes import Import, Node, Prompt, Text, with_roles
 from onestem.pml.place import PmlError
 
 __all__ = ["NewText", "new_texts"]
@@ -56,7 +56,7 @@ class _Reader:
         self.imports_left = num_imports
 
     def body(self, body: Sequence[Node | str], inside: Path, role: str | None) -> Iterator[NewText]:
-        nodes = list(_without_roles(body, role))
+        nodes = list(with_roles(body, role))
         after: Path | None = None
         for index, (node, own_role) in enumerate(nodes):
             if isinstance(node, Import):
@@ -102,13 +102,3 @@ class _Reader:
 
 def _in(role: str | None) -> str:
     return "outside of roles" if role is None else f"in <{role}>"
-
-
-def _without_roles(
-    body: Sequence[Node | str], role: str | None
-) -> Iterator[tuple[Node, str | None]]:
-    for node in body:
-        if isinstance(node, Role):
-            yield from ((inner, node.role) for inner in node.body if not isinstance(inner, str))
-        elif not isinstance(node, str):
-            yield node, role

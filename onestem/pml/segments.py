@@ -4,22 +4,16 @@ A *segment* is a stretch of tokens at consecutive positions that is stored as on
 segments depend on the schema alone. A segment's keys and values are a function of its token ids,
 its positions and the segments that it attended to, so a hash of these (`key`) names them.
 
-Three isolations, each a rule of which token sees which:
-
-* `anchored`: cached text sees itself and the text that is always present with it: the own text of
-  the schema and of the enclosing modules, at lower positions. A computed token sees itself and all
-  tokens in use at lower positions.
-* `isolated` (Prompt Cache, section 3.3): cached text sees its own module alone, with placeholder
-  tokens in place of parameters. No other token sees placeholders. A computed token sees all
-  imported text, at any position, and the computed tokens before it.
-* `off`: the same tokens at the same positions, all computed; each sees those before it.
+Three isolations are rules of which token sees which (docs/pml.md): `anchored`, `isolated`, `off`.
+In `isolated` (Prompt Cache, section 3.3) cached text sees its own module alone, with placeholder
+tokens in place of parameters. In `off` the same tokens at the same positions are all computed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, get_args
 
@@ -31,7 +25,6 @@ from onestem.pml.layout import Layout, Slot, Span
 __all__ = [
     "ISOLATIONS",
     "CompiledPrompt",
-    "EncodedSegment",
     "Encoding",
     "Isolation",
     "Segment",
@@ -55,8 +48,9 @@ class Segment:
         token_ids: int32 `[n]`.
         position: of the first token.
         origin: where the tokens come from, for display.
-        attends: indices of the earlier cached and placeholder segments that a cached or placeholder
-            segment sees whole. It sees its own tokens causally.
+        attends: the earlier cached and placeholder segments that a cached or placeholder segment
+            sees whole: indices of a prompt's segments, or keys of `Encoding.segments`. It sees its
+            own tokens causally.
         key: names the KV of a cached or placeholder segment, apart from model and dtype; else "".
         in_use: leading tokens that this prompt uses. Fewer than all only where a prompt ends
             without own tokens: its last token is then computed, so that it has logits.
@@ -83,6 +77,12 @@ class Segment:
     def is_encoded(self) -> bool:
         """Whether its tokens are computed with the schema, not for a prompt."""
         return self.kind in ("cached", "placeholder")
+
+    def with_last_computed(self) -> tuple[Segment, Segment]:
+        """This one without its last token in use, and that as one which is computed."""
+        at = self.in_use - 1
+        last = Segment("text", self.token_ids[at : self.in_use], self.end - 1, self.origin)
+        return replace(self, in_use=at), last
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +126,7 @@ class CompiledPrompt:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in use, placeholders among them."""
         return sum(segment.in_use for segment in self.segments)
 
     @property
@@ -139,45 +140,48 @@ class CompiledPrompt:
         return sum(segment.in_use for segment in self.segments if not segment.is_encoded)
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedSegment:
-    """A span of a schema's cached text, or a slot's placeholder tokens, and what it attends to.
-
-    Attributes:
-        index: of its span or slot in the layout; `attends` holds such indices, in order.
-    """
-
-    index: int
-    kind: SegmentKind
-    token_ids: np.ndarray
-    position: int
-    origin: str
-    attends: tuple[int, ...]
-    key: str
-
-
 class Encoding:
     """The part of a schema that is computed once, under one isolation.
 
     Attributes:
-        segments: by index in the layout; each comes after those that it attends to.
+        segments: text and placeholders, by the indices of their spans and slots in the layout; each
+            comes after those that it attends to.
     """
 
     def __init__(self, layout: Layout, isolation: Isolation) -> None:
         self.layout = layout
         self.isolation = parse_isolation(isolation)
-        self.segments: dict[int, EncodedSegment] = {}
+        self.segments: dict[int, Segment] = {}
         if isolation == "off":
             return
         for item in layout.items():
             if item.block.cached and (isinstance(item, Span) or self._is_attended(item)):
                 self._add(item)
 
+    def in_prompt(self, indices: Iterable[int]) -> list[Segment]:
+        """Some of the segments, with all that they attend to, as a prompt has them."""
+        place = {index: number for number, index in enumerate(indices)}
+        return [
+            replace(one, attends=tuple(place[other] for other in one.attends))
+            for one in map(self.segments.__getitem__, place)
+        ]
+
+    def prompts(self) -> Iterator[CompiledPrompt]:
+        """A prompt for each cached segment: it imports that and what it attends to, nothing else.
+
+        Its own token is the segment's last one, so it needs no positions beyond the schema's.
+        """
+        for index, target in self.segments.items():
+            if target.kind == "cached":
+                segments = self.in_prompt([*target.attends, index])
+                segments[-1:] = segments[-1].with_last_computed()
+                schema = self.layout.schema.name
+                yield CompiledPrompt(schema, self.isolation, tuple(segments), target.end)
+
     def _add(self, item: Span | Slot) -> None:
         attends = tuple(sorted(other.index for other in self._attended(item)))
         ids = item.token_ids if isinstance(item, Span) else self._placeholders(item)
-        self.segments[item.index] = EncodedSegment(
-            index=item.index,
+        self.segments[item.index] = Segment(
             kind="cached" if isinstance(item, Span) else "placeholder",
             token_ids=ids,
             position=item.position,

@@ -6,7 +6,8 @@ writes before, between and after the turns, whatever its rules are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,7 +47,7 @@ class Part(NamedTuple):
 
 def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """int32 `[n]`: ids of a text that follows other text."""
-    return np.asarray(_continued(lambda t: _characters(tokenizer, t), text), dtype=np.int32)
+    return np.asarray(_encode(tokenizer, Part(text), []), dtype=np.int32)
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) -> np.ndarray:
@@ -62,30 +63,25 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) ->
     whole = Part("".join(part.text for part in parts), any(part.control for part in parts))
     if whole.control and not all(_is_plain(tokenizer, part, begin) for part in parts):
         ids = [token for part in parts for token in _encode(tokenizer, part, begin)]
-        return np.asarray([*begin, *ids] if first else ids, dtype=np.int32)
-    if not first:
-        return np.asarray(_encode(tokenizer, whole, begin), dtype=np.int32)
-    if whole.control:
-        return np.asarray(tokenizer.encode_control(whole.text), dtype=np.int32)
-    return np.asarray([*begin, *_characters(tokenizer, whole.text)], dtype=np.int32)
+        ids = [*begin, *ids] if first else ids
+    elif not first:
+        ids = _encode(tokenizer, whole, begin)
+    elif whole.control:
+        ids = list(tokenizer.encode_control(whole.text))
+    else:
+        ids = [*begin, *_characters(tokenizer, whole.text)]
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
     """Ids of a part that follows other text, without BOS."""
-    if not part.control:
-        return _continued(lambda text: _characters(tokenizer, text), part.text)
-    ids = _continued(lambda text: list(tokenizer.encode_control(text)), part.text)
-    return ids[len(begin) :] if ids[: len(begin)] == begin else ids
-
-
-def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Ids of a text encoded after a line break, without that line break.
-
-    Tokenizers like SentencePiece may add a space before a text that is alone; this text
-    follows another. If the line break merges with the text, the text is encoded alone.
-    """
-    before, joined = encode("\n"), encode(f"\n{text}")
-    return joined[len(before) :] if joined[: len(before)] == before else encode(text)
+    encode = tokenizer.encode_control if part.control else partial(_characters, tokenizer)
+    # Tokenizers like SentencePiece may add a space before a text that is alone; this text follows
+    # another. If a line break before it merges with it, it is encoded alone.
+    before, joined = list(encode("\n")), list(encode(f"\n{part.text}"))
+    is_apart = joined[: len(before)] == before
+    ids = joined[len(before) :] if is_apart else list(encode(part.text))
+    return ids[len(begin) :] if part.control and ids[: len(begin)] == begin else ids
 
 
 def _characters(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -14,11 +14,11 @@ in an element with `xml:space="preserve"`. CDATA only saves escaping.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import takewhile
 
 from onestem.pml.nodes import Parameter, Text
 from onestem.pml.place import Place
@@ -53,14 +53,21 @@ _COMMENTS_ALONE = re.compile(r"[ \t]*\x02[ \t\x02]*")
 
 def clean(stretch: Sequence[Item], *, preserve: bool) -> list[Text | Parameter]:
     """Texts and parameters of a stretch, without the file's layout."""
-    objects = [item for item in stretch if _is_object(item)]
     working = "".join(map(_symbol, stretch))
     working = working.replace(_COMMENT, "") if preserve else _without_layout(working)
     head, *tails = working.split(_OBJECT)
-    parts: list[str | Parameter] = [head]
-    for item, tail in zip(objects, tails, strict=True):
-        parts += [item if isinstance(item, Parameter) else item.text, tail]
-    return _joined(parts, _places(stretch))
+    texts, parameters = [head], []  # a text before each parameter, and one after the last
+    for item, tail in zip(filter(_is_object, stretch), tails, strict=True):
+        if isinstance(item, Parameter):
+            parameters.append(item)
+            texts.append(tail)
+        else:
+            texts[-1] += item.text + tail
+    first, *later = (Text(t, at=at) for t, at in zip(texts, _places(stretch), strict=True))
+    nodes: list[Text | Parameter] = [first]
+    for parameter, text in zip(parameters, later, strict=True):
+        nodes += [parameter, text]
+    return [node for node in nodes if not isinstance(node, Text) or node.text]
 
 
 def _is_object(item: Item) -> bool:
@@ -79,16 +86,10 @@ def _without_layout(working: str) -> str:
     rest = [line for line in rest if not _COMMENTS_ALONE.fullmatch(line)]
     first, *rest = [line.replace(_COMMENT, "") for line in (first, *rest)]
     indents = [line[: len(line) - len(line.lstrip(_BLANK))] for line in rest if line.strip(_BLANK)]
-    common = _common_length(indents)
+    common = len(os.path.commonprefix(indents))  # noqa: RUF071 - characters are meant
     rest = [line[common:] if line.strip(_BLANK) else "" for line in rest]
     lines = [first.lstrip(_BLANK), *rest]
     return "\n".join(line.rstrip(_BLANK) for line in lines).strip("\n")
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    """Length of the common prefix of all texts."""
-    same = (len(set(characters)) == 1 for characters in zip(*texts))
-    return sum(takewhile(bool, same))
 
 
 def _places(stretch: Iterable[Item]) -> list[Place | None]:
@@ -97,27 +98,6 @@ def _places(stretch: Iterable[Item]) -> list[Place | None]:
     for item in stretch:
         if isinstance(item, Parameter):
             places.append(None)
-        elif places[-1] is None and _begins_text(item):
+        elif places[-1] is None and (_is_object(item) or item.text.strip()):
             places[-1] = item.at
     return places
-
-
-def _begins_text(item: Fragment) -> bool:
-    if item.kind is FragmentKind.TEXT:
-        return bool(item.text.strip())
-    return item.kind is FragmentKind.REFERENCE
-
-
-def _joined(
-    parts: Iterable[str | Parameter], places: Sequence[Place | None]
-) -> list[Text | Parameter]:
-    nodes: list[Text | Parameter] = []
-    text, group = "", 0
-    for part in parts:
-        if isinstance(part, Parameter):
-            nodes += [Text(text, at=places[group]), part]
-            text, group = "", group + 1
-        else:
-            text += part
-    nodes.append(Text(text, at=places[group]))
-    return [node for node in nodes if not isinstance(node, Text) or node.text]

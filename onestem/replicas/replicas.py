@@ -13,7 +13,7 @@ import numpy as np
 from onestem.batch import output_lengths
 from onestem.beside_vllm import refuses_vllms
 from onestem.build import check_ranks
-from onestem.engine.engine import check_counts
+from onestem.checked import show
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
 from onestem.engine.schedule.admission import check_format, check_pml, check_request
@@ -69,7 +69,10 @@ class Replicas:
         address: str | None = None,
         tell: Callable[[str], object] = _say,
     ) -> None:
-        check_counts(replicas=num_replicas)
+        if type(num_replicas) is not int or num_replicas < 1:
+            raise ConfigError(
+                f"replicas is {show(num_replicas)}, expected an integer of at least 1"
+            )
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)

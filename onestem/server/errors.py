@@ -6,8 +6,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 from onestem.openai.read import JsonError
 
@@ -19,8 +17,6 @@ __all__ = [
     "EngineDownError",
     "NoAnswerError",
     "as_api_error",
-    "error_object",
-    "error_response",
     "field_of",
     "too_late",
 ]
@@ -29,15 +25,10 @@ TOO_LATE = "deadline_exceeded"
 BUG = "an error in the server: its log says which"
 
 TYPE_OF_STATUS: Mapping[int, str] = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
@@ -91,8 +82,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What is sent, as JSON's object."""
-        return error_object(self.status, self.message, self.param, self.code)
+        """What is sent, as JSON's object; its type follows from the status."""
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = TYPE_OF_STATUS.get(self.status, other)
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
 
 
 class EngineDownError(ApiError):
@@ -129,29 +123,14 @@ def too_late(seconds: float) -> ApiError:
     )
 
 
-def error_object(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error as OpenAI's API has it; its type follows from the status."""
-    kind = TYPE_OF_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_response(error: ApiError, request_id: str) -> JSONResponse:
-    """The answer of an error; `request_id` is its `x-request-id`."""
-    return JSONResponse(error.body(), error.status, {**error.headers, "x-request-id": request_id})
-
-
 def as_api_error(error: OnestemError) -> ApiError:
     """A caller's mistake, with the field at fault where its message begins with one."""
     message = " ".join(str(error).split())
     if isinstance(error, JsonError):
         return ApiError(400, message, code="invalid_json")
-    if isinstance(error, UnsupportedError):
-        return ApiError(400, message, param=_param(message), code="unsupported")
-    if isinstance(error, RequestError):
-        return ApiError(400, message, param=_param(message), code="invalid_request")
-    return ApiError(400, message, code="invalid_request")
+    param = _param(message) if isinstance(error, RequestError | UnsupportedError) else None
+    code = "unsupported" if isinstance(error, UnsupportedError) else "invalid_request"
+    return ApiError(400, message, param=param, code=code)
 
 
 def field_of(param: str | None, fields: Collection[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from onestem.openai.schema import URL_OF_KIND
@@ -14,7 +15,8 @@ Fields = Mapping[str, Any]
 
 def line_of(event: str, fields: Fields) -> str:
     """An event's text. What cannot be printed is escaped: any client may choose a path."""
-    text = LINES[event](fields) if event in LINES else _any(event, fields)
+    line = LINES.get(event) or partial(_any, event)
+    text = line.format(**fields) if isinstance(line, str) else line(fields)
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
@@ -38,22 +40,8 @@ def _size(count: float) -> str:
 
 
 def _engine_ready(fields: Fields) -> str:
-    return (
-        f"engine ready again, restart {fields['restarts']}"
-        if fields["restarts"]
-        else "engine ready"
-    )
-
-
-def _loaded(fields: Fields) -> str:
-    return (
-        f"KV memory of {fields['kv_tokens']:,} tokens; {fields['dtype']} on {fields['device']}, "
-        f"attention {fields['attention']}; {fields['seconds']:.1f} s"
-    )
-
-
-def _prefixes(fields: Fields) -> str:
-    return f"prefixes computed: {fields['count']}, {fields['tokens']:,} tokens"
+    again = f" again, restart {fields['restarts']}" if fields["restarts"] else ""
+    return f"engine ready{again}"
 
 
 def _request(fields: Fields) -> str:
@@ -77,22 +65,24 @@ def _rerendered(fields: Fields) -> str:
 
 def _refused(fields: Fields) -> str:
     why = [fields[name] for name in ("code", "param") if fields[name]]
-    return f"{fields['method']} {fields['path']} {fields['status']}" + (
-        f": {', '.join(why)}" if why else ""
-    )
+    told = f"{fields['method']} {fields['path']} {fields['status']}"
+    return f"{told}: {', '.join(why)}" if why else told
 
 
-LINES: Mapping[str, Callable[[Fields], str]] = {
-    "starting": lambda fields: f"starting, model {fields['model']}",
-    "model_found": lambda fields: f"model found: {fields['path']}",
+LINES: Mapping[str, str | Callable[[Fields], str]] = {
+    "starting": "starting, model {model}",
+    "model_found": "model found: {path}",
     "loading": _loading,
     "engine_ready": _engine_ready,
-    "loaded": _loaded,
-    "prefixes_computed": _prefixes,
-    "listening": lambda fields: f"listening on {fields['url']}, model {fields['model']}",
-    "addresses": lambda fields: f"page {fields['page']}, API {fields['api']}",
-    "try": lambda fields: f"try: {fields['command']}",
-    "stopping": lambda fields: f"stopping: answers have {fields['grace']:g} s to end",
+    "loaded": (
+        "KV memory of {kv_tokens:,} tokens; {dtype} on {device}, attention {attention}; "
+        "{seconds:.1f} s"
+    ),
+    "prefixes_computed": "prefixes computed: {count}, {tokens:,} tokens",
+    "listening": "listening on {url}, model {model}",
+    "addresses": "page {page}, API {api}",
+    "try": "try: {command}",
+    "stopping": "stopping: answers have {grace:g} s to end",
     "request": _request,
     "refused": _refused,
     "rerendered": _rerendered,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partialmethod
 from typing import Any
 
 from onestem.server.log_lines import line_of
@@ -61,20 +62,15 @@ class _Log:
     def __init__(self) -> None:
         self._logger = logging.getLogger("onestem.server")
 
-    def debug(self, event: str, **fields: Any) -> None:
-        self._logger.debug(event, extra={"fields": fields})
+    def _write(
+        self, level: int, event: str, error: BaseException | None = None, /, **fields: Any
+    ) -> None:
+        self._logger.log(level, event, extra={"fields": fields}, exc_info=error)
 
-    def info(self, event: str, **fields: Any) -> None:
-        self._logger.info(event, extra={"fields": fields})
-
-    def warning(self, event: str, **fields: Any) -> None:
-        self._logger.warning(event, extra={"fields": fields})
-
-    def error(self, event: str, **fields: Any) -> None:
-        self._logger.error(event, extra={"fields": fields})
-
-    def exception(self, event: str, error: BaseException, **fields: Any) -> None:
-        self._logger.error(event, extra={"fields": fields}, exc_info=error)
+    debug = partialmethod(_write, logging.DEBUG)
+    info = partialmethod(_write, logging.INFO)
+    warning = partialmethod(_write, logging.WARNING)
+    error = exception = partialmethod(_write, logging.ERROR)
 
 
 log = _Log()

@@ -155,14 +155,11 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)  # before the line that says so: its reader may connect at once
     say_listening(service.model, host, port, keys=service.keys.needed)
-    jobs_end = asyncio.create_task(_put_jobs_down(service))
     trims = asyncio.create_task(_trim())
     try:
         await server.serve(sockets=[listener])
     finally:
         trims.cancel()
-        service.begin_to_stop()
-        await jobs_end
         await service.stop()
         log.info("stopped")
 
@@ -176,9 +173,3 @@ async def _trim() -> None:
         if (resident_bytes(os.getpid()) or 0) >= least + TRIM_BYTES:
             await asyncio.to_thread(give_holes_back)
             least = resident_bytes(os.getpid())
-
-
-async def _put_jobs_down(service: Service) -> None:
-    """Stop jobs as soon as the server stops: answers that are to end need their memory."""
-    await service.stopping.wait()
-    await service.jobs.stop()

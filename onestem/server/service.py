@@ -12,12 +12,14 @@ from typing import Any
 from onestem.batch.identity import model_identity
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
+from onestem.models.local import names_of
+from onestem.options import parse_memory
 from onestem.planner import planner_of
 from onestem.server.errors import EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.link.supervisor import Launcher
 from onestem.server.logs import log
-from onestem.server.objects.jobs import JobModel, Jobs
+from onestem.server.objects.jobs import Jobs
 from onestem.server.objects.prefixes import Prefixes, read_app
 from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import Store
@@ -26,7 +28,6 @@ from onestem.server.records.records import Records
 from onestem.server.served_model import ServedModel
 from onestem.server.settings import Settings
 from onestem.server.snapshots import SnapshotCache
-from onestem.server.startup import say_loaded, say_prefixes
 
 __all__ = ["Service"]
 
@@ -54,7 +55,8 @@ class Service:
             stream_interval=settings.stream_interval,
             engine_timeout=settings.engine_timeout,
         )
-        self.model = ServedModel(settings.names, tokenizer, self.client)
+        names = settings.served_model_name or names_of(str(settings.engine.model), path)
+        self.model = ServedModel(names, tokenizer, self.client)
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         positions = ModelConfig.from_directory(path).max_position_embeddings
         self.schemas = Schemas(self.client, tokenizer, positions, self.store)
@@ -66,14 +68,16 @@ class Service:
             self._job_model,
             self.model.check,
             self.keys.named,
-            settings.max_key_files_bytes,
+            parse_memory(settings.max_key_files),
         )
-        self.snapshots = SnapshotCache(self.client, self._take_snapshot)
+        self.snapshots = SnapshotCache(
+            self.client, lambda snapshot: self.prefixes.take_infos(snapshot["prefixes"])
+        )
         self.stopping = asyncio.Event()
         self.started_at = int(time.time())
         self._sampling: asyncio.Task[None] | None = None
+        self._jobs_end: asyncio.Task[None] | None = None
         self.client.on_up = self._engine_up
-        self.client.on_refused = self.prefixes.refused
 
     async def start(self) -> None:
         """Start the engine, compute the prefixes and, with `encode_schemas`, operators' modules.
@@ -86,9 +90,19 @@ class Service:
             self.prefixes.load(self._apps)
             began = time.monotonic()
             await self.client.start()
-            say_loaded(self.model.facts, time.monotonic() - began)
+            facts = self.model.facts
+            log.info(
+                "loaded",
+                kv_tokens=facts.kv_tokens,
+                dtype=facts.options.dtype,
+                device=facts.options.device,
+                attention=facts.options.impl,
+                seconds=round(time.monotonic() - began, 3),
+            )
             await self.prefixes.until_ready()
-            say_prefixes(self.prefixes)
+            if made := self.prefixes.everyone():
+                tokens = sum(prefix.num_tokens for prefix in made)
+                log.info("prefixes_computed", count=len(made), tokens=tokens)
             if self.settings.encode_schemas:
                 tokens = await self.schemas.encode_common()
                 log.info("schemas_encoded", count=len(self.settings.schemas), tokens=tokens)
@@ -100,19 +114,21 @@ class Service:
         self._sampling = asyncio.create_task(self.records.sample(self.snapshots.last))
 
     def begin_to_stop(self) -> None:
-        """End the page's streams at once. Answers that still run when the grace is over get an
-        error; `stop` stops jobs."""
+        """End the page's streams at once, and jobs: answers that are to end need their memory.
+        Those that still run when the grace is over get an error."""
         if not self.stopping.is_set():
             self.stopping.set()
             log.info("stopping", grace=self.settings.grace)
             late = EngineDownError("the server is stopping: try again later")
             loop = asyncio.get_running_loop()
             loop.call_later(self.settings.grace, self.client.requests.fail_all, late)
+            self._jobs_end = loop.create_task(self.jobs.stop())
 
     async def stop(self) -> None:
-        """Stop jobs and end the engine. Streams that still run get an error."""
+        """End the engine, once jobs have stopped. Streams that still run get an error."""
         self.begin_to_stop()
-        await self.jobs.stop()
+        if self._jobs_end is not None:
+            await self._jobs_end
         if self._sampling is not None:
             self._sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -120,9 +136,6 @@ class Service:
         await self.client.stop()
         self.model.close()
         self.store.close()
-
-    def _take_snapshot(self, snapshot: dict[str, Any]) -> None:
-        self.prefixes.take_infos(snapshot["prefixes"])
 
     def _engine_up(self) -> None:
         self.prefixes.pin_all()
@@ -132,16 +145,18 @@ class Service:
     def _identity(self) -> str:
         return model_identity(self.path)
 
-    def _job_model(self) -> JobModel:
-        """The model of jobs, as in `onestem batch`: a job's results are the same."""
-        facts = self.model.facts
-        return JobModel(
-            tokenizer=self.model.bounded_tokenizer,
-            identity=self._identity,
-            name=str(self.settings.engine.model),
-            names=self.settings.names,
-            options=facts.options.job_identity(self.settings.engine),
-            planner=planner_of(facts.options, facts.kv_tokens),
-            max_model_len=facts.max_model_len,
-            max_num_seqs=facts.options.max_num_seqs,
-        )
+    def _job_model(self) -> dict[str, Any]:
+        """Arguments of `run_job` that describe the model, as `onestem batch` gives them: a job's
+        results are the same."""
+        facts, tokenizer = self.model.facts, self.model.bounded_tokenizer
+        return {
+            "tokenizer": tokenizer,
+            "token_bytes": None if tokenizer is None else tokenizer.token_bytes,
+            "model_identity": self._identity,
+            "model_name": str(self.settings.engine.model),
+            "model_names": self.model.names,
+            "options": dict(facts.options.job_identity(self.settings.engine)),
+            "planner": planner_of(facts.options, facts.kv_tokens),
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": facts.options.max_num_seqs,
+        }

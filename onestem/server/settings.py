@@ -54,7 +54,8 @@ class Settings(Options):
     """File of accepted keys, a line each: name:key[:weight]."""
 
     served_model_name: Texts = ()
-    """Name of the model in requests (may be repeated; default: --model)."""
+    """Name of the model in requests (may be repeated; default: --model, or a GGUF file's short
+    name)."""
 
     state: Path_ | None = None
     """Folder of files, batches and prefixes (default: ~/.local/state/onestem/serve-PORT)."""
@@ -106,31 +107,6 @@ class Settings(Options):
             if size < LEAST_BYTES:
                 raise ConfigError(f"{name} is {size} bytes, expected at least {LEAST_BYTES}")
         return self
-
-    @property
-    def max_body_bytes(self) -> int:
-        """`max_body` in bytes."""
-        return parse_memory(self.max_body)
-
-    @property
-    def max_bodies_bytes(self) -> int:
-        """`max_bodies` in bytes."""
-        return parse_memory(self.max_bodies)
-
-    @property
-    def max_file_bytes(self) -> int:
-        """`max_file` in bytes."""
-        return parse_memory(self.max_file)
-
-    @property
-    def max_key_files_bytes(self) -> int:
-        """`max_key_files` in bytes."""
-        return parse_memory(self.max_key_files)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the model in requests; the first is shown."""
-        return self.served_model_name or (str(self.engine.model),)
 
     @property
     def folder(self) -> Path:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from onestem.models.config import ModelConfig
-from onestem.server.link.messages import Facts
+from onestem.models.gguf.file import open_gguf
 from onestem.server.logs import log
-from onestem.server.objects.prefixes import Prefixes
 from onestem.server.served_model import ServedModel
 from onestem.server.settings import Settings
 
-__all__ = ["say_listening", "say_loaded", "say_loading", "say_prefixes"]
+__all__ = ["say_listening", "say_loading"]
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -23,28 +22,9 @@ def say_loading(settings: Settings, path: Path) -> None:
     """Log that a model was found, and that its weights are loaded next."""
     log.info("model_found", model=str(settings.engine.model), path=str(path))
     made_up = settings.engine.makes_weights_up
-    size = 0 if made_up else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    files = open_gguf(path).parts if path.is_file() else path.glob("*.safetensors")
+    size = 0 if made_up else sum(file.stat().st_size for file in files)
     log.info("loading", weights_bytes=size, dtype=ModelConfig.from_directory(path).torch_dtype)
-
-
-def say_loaded(facts: Facts, seconds: float) -> None:
-    """Log that the engine has begun to run."""
-    log.info(
-        "loaded",
-        kv_tokens=facts.kv_tokens,
-        dtype=facts.options.dtype,
-        device=facts.options.device,
-        attention=facts.options.impl,
-        seconds=round(seconds, 3),
-    )
-
-
-def say_prefixes(prefixes: Prefixes) -> None:
-    """Log that the operator's prefixes and those of keys are in KV memory."""
-    made = prefixes.everyone()
-    if made:
-        tokens = sum(prefix.num_tokens for prefix in made)
-        log.info("prefixes_computed", count=len(made), tokens=tokens)
 
 
 def say_listening(model: ServedModel, host: str, port: int, *, keys: bool) -> None:

@@ -75,7 +75,11 @@ def test_scores_of_rows(tmp_path):
     run_fake(JobInput(source, InputOptions(**scored)), tmp_path / "out.jsonl")
     first, second = results(tmp_path / "out.jsonl")[0]["response"]["body"]["data"][0]["scores"]
     assert first["token_ids"] == ids(BOS, "x<s>y")[1:]
-    assert second["token_ids"] == ids("x", BOS, "y")[1:]
+    assert second["token_ids"] == ids("x<s>y")[1:]  # its prompt is beside it
+    many = InputOptions(prompt="<s>{q}", completions="{many}")
+    run_fake(JobInput(source, many), tmp_path / "many.jsonl")
+    told = results(tmp_path / "many.jsonl")[0]["response"]["body"]["data"][0]["scores"]
+    assert [one["token_ids"] for one in told] == [ids("<s>a")[1:], ids("b")[1:]]
     lists = InputOptions(prompt="{q}", completions="{many}")
     run_fake(JobInput(source, lists), tmp_path / "lists.jsonl")
     told = results(tmp_path / "lists.jsonl")[0]["response"]["body"]["data"][0]["scores"]

@@ -8,18 +8,19 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onestem.batch import JobInterrupted, identity, model_identity
+from onestem.batch import JobInterrupted, identity, job, model_identity
 from onestem.batch.inputs import JobInput
 from onestem.batch.workplace import JobIdentity
 from onestem.engine.grammar.earlier import as_earlier as as_compact
 from onestem.engine.grammar.tags import check_tags, tags_of
 from onestem.errors import JobError, RequestError
-from onestem.request import whitespace_of
+from onestem.request import Request, whitespace_of
 from tests.batch.fakes import FakeEngine, completion, mixed_job, results, run_fake, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -426,6 +427,23 @@ def test_an_earlier_job_without_its_manifest_goes_on_as_it_began(tmp_path, sourc
     assert len(warned) == 1
     assert {one["id"].split("_")[2] for one in results(output)} == {begun.job}
     assert run_fake(source, output).already_complete
+
+
+def test_formats_of_an_earlier_job_are_read_again_as_it_read_them(tmp_path, monkeypatch):
+    """Where its manifest and what it had read are lost."""
+    content = {"type": "json_schema", "json_schema": SCHEMA, "spaced": True}
+    tag = {"type": "tag", "begin": "<", "content": content, "end": ">"}
+    line = completion("a", response_format={"type": "structural_tag", "format": tag})
+    source, engine = write_lines(tmp_path / "in.jsonl", [line]), FakeEngine()
+    monkeypatch.setattr(job, "JobIdentity", partial(JobIdentity, whitespace=None))
+
+    def validate(request: Request) -> None:
+        check_tags(tags_of(request.params.response_format))
+
+    run_fake(source, tmp_path / "out.jsonl", engine, validate=validate)
+    assert results(tmp_path / "out.jsonl")[0]["error"] is None
+    (seen,) = engine.seen
+    assert seen.params.response_format["format"]["content"]["whitespace"] == "spaced"
 
 
 def test_calls_of_an_earlier_job_are_spaced_as_they_were() -> None:

@@ -54,5 +54,5 @@ def test_a_rate_that_still_rises_is_not_taken_for_all_rows(tmp_path, monkeypatch
     monkeypatch.setattr(measuring, "ROWS", (1, 4, 16, 64, 256))
     monkeypatch.setattr(measuring, "_seconds", lambda *_, **__: next(seconds))
     shape = ModelShape.of(config, 4)
-    curve = measuring._linear(decoder, shape, resolve("auto", CPU), time.perf_counter)
+    curve = measuring.linear_rates(decoder, shape, resolve("auto", CPU), time.perf_counter)
     assert curve.rows == (1, 4, 16, 64)  # 64 take 1.7 times as long as 16

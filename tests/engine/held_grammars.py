@@ -16,26 +16,26 @@ class HeldTrials(Trials):
     one goes on until `let` is set. Nothing is tried in the main thread."""
 
     def __init__(self, compiler: GrammarCompiler, word: str) -> None:
-        self._inner, self._info = compiler._loaded()
+        self._inner, self._info = compiler.loaded()
         self._compiler = compiler
         self._word = word
         self.let = threading.Event()
         self.begun = threading.Event()
         self.names: list[str] = []  # of those that were held
-        compiler._loaded_once = self, self._info
+        compiler.loaded = lambda: (self, self._info)
 
     def start(self, task: Mapping[str, Any], name: str, pace: Pace) -> Trial:
         assert threading.current_thread() is not threading.main_thread()
         if self._word not in json.dumps(task):
             return self._inner.start(task, name, pace)
-        paces = self._compiler._limits.paces
+        paces = self._compiler.limits.paces
         if pace in paces[0]:
             return TooSlow()
         return Held(self, self._inner.start(task, name, paces[-1][-1]))  # held as long as any
 
     def restore(self) -> None:
         self.let.set()
-        self._compiler._loaded_once = self._inner, self._info
+        del self._compiler.loaded
 
     def close(self) -> None:
         self._inner.close()
@@ -61,7 +61,7 @@ class Held(Trial):
         self._inner.end()
 
     def answer(self) -> Compilable:
-        self._trials.names.append(self._inner._name)
+        self._trials.names.append(self._inner.name)
         self._trials.begun.set()
         assert self._trials.let.wait(60)
         return self._inner.answer()

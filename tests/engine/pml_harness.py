@@ -13,7 +13,7 @@ from onestem.engine.engine import Engine
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.weights import load_decoder
-from onestem.ops import TorchLayers
+from onestem.ops.layers import rotated
 from onestem.pml import (
     CompiledPrompt,
     Encoding,
@@ -27,11 +27,11 @@ from onestem.pml import (
     Union,
     compile_prompt,
     lay_out,
-    visible,
 )
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
+from tests.pml.mask import visible
 
 Seen = dict[tuple[str, int, int], Tensor]
 
@@ -152,7 +152,7 @@ def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
         bias = -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
 
     def attend(layer, qkv, heads, angles):
-        q, k, v = (x.double() for x in TorchLayers().rotated(qkv, heads, angles))
+        q, k, v = (x.double() for x in rotated(qkv, heads, angles))
         read = config.kv_layers[layer]
         if read == layer:
             held[layer] = k, v

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from onestem.cache import PagePool, PrefixCache
+from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import InteractiveQueue
@@ -25,7 +26,10 @@ class Simulation:
         nobody = InteractiveQueue(self.cache.tree, max_passed=0)
         pins = PinnedPrefixes(self.cache, nobody, max_model_len=1, bytes_per_token=1)
         steps = StepLimits(step_tokens=limits.pop("max_step_tokens", 2048))
-        self.scheduler = Scheduler(self.cache, queue, self, pins, limits=steps, **limits)
+        answers = AnswerMemory(AnswerLimit(most=0, max_model_len=1, kv_tokens=1))
+        self.scheduler = Scheduler(
+            self.cache, queue, self, pins, limits=steps, answers=answers, **limits
+        )
         self.processed = self.logical = self.steps = 0
         self.rows: list[int] = []
         self.next_token = 10**6

@@ -12,7 +12,7 @@ from tests.engine.harness import assert_idle, make_engine
 
 MODEL_LEN = 100
 KV_TOKENS = 400
-LIMIT = AnswerLimit(most=None, max_model_len=MODEL_LEN, kv_tokens=KV_TOKENS)
+LIMIT = AnswerLimit(most=0, max_model_len=MODEL_LEN, kv_tokens=KV_TOKENS)
 
 
 def request(name: str, prompt: int = 10, **fields) -> Request:

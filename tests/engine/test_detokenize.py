@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onestem.engine.text.detokenize import IncrementalDetokenizer, NoDetokenizer
+from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
@@ -317,9 +317,3 @@ def test_the_flushed_end_may_complete_a_stop_string(tokenizer: Tokenizer) -> Non
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="a\ufffd"))
     assert streamed(detokenizer, byte_ids(tokenizer, b"xa\xf0")) == "x"
     assert detokenizer.stop_reason == "a\ufffd"
-
-
-def test_without_a_tokenizer_there_is_no_text() -> None:
-    detokenizer = NoDetokenizer()
-    assert detokenizer.append(3) + detokenizer.finish() == ""
-    assert detokenizer.stop_reason is None

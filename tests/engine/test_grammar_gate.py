@@ -36,7 +36,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def compiler(llm: LLM) -> Iterator[HeldTrials]:
     grammars = llm.engine.requests.grammars
     assert grammars is not None
-    grammars._kept = Kept(1 << 20)
+    grammars.kept = Kept(1 << 20)
     held = HeldTrials(grammars, "yes")
     yield held
     held.restore()
@@ -134,7 +134,7 @@ def test_a_held_request_can_be_aborted(llm: LLM, compiler: HeldTrials) -> None:
 
 def test_a_grammar_is_kept_until_all_choices_are_open(llm: LLM, compiler: HeldTrials) -> None:
     engine = llm.engine
-    engine.requests.grammars._kept = Kept(0)
+    engine.requests.grammars.kept = Kept(0)
     engine.add_request(request("many", SLOW, n=3, seed=1))
     compiler.let.set()
     for number in range(3):

@@ -55,7 +55,7 @@ def test_a_fork_that_ends_waits_for_no_thread() -> None:
     held, let = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lane._changed:
+        with lane.changed:
             held.set()
             assert let.wait(60)
 
@@ -155,4 +155,4 @@ def test_failures_are_remembered_in_bounds(count: int) -> None:
     for number in range(count):
         kept.add_failure(str(number), ValueError(number))
     assert str(kept.get(str(count - 1))) == str(count - 1)
-    assert len(kept._failures) == 1_000
+    assert len(kept.failures) == 1_000

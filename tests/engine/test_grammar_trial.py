@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from onestem.children import Process
 from onestem.engine.grammar.compiler import MOST_TRIES, GrammarCompiler
 from onestem.engine.grammar.state import GrammarState
 from onestem.engine.grammar.trial import (
@@ -85,10 +86,21 @@ def state_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> Gram
     return state
 
 
-def process_of(compiler: GrammarCompiler) -> subprocess.Popen[bytes]:
-    process = compiler._loaded()[0]._process
-    assert process is not None
-    return process._process
+def process_of(compiler: GrammarCompiler) -> Process:
+    return compiler.loaded()[0].process
+
+
+def kill(process: Process) -> None:
+    """As the kernel does where memory is short."""
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(process)
+
+
+def wait_for(process: Process) -> None:
+    until = time.monotonic() + 60
+    while not process.has_ended:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def has_ended(descriptor: int) -> bool:
@@ -110,7 +122,7 @@ def test_masks_are_those_of_the_plain_compiler(
     tokenizer: Tokenizer, compiler: GrammarCompiler, response_format: dict[str, Any], text: str
 ) -> None:
     ours = state_of(compiler, response_format)
-    plain = xgrammar.GrammarCompiler(compiler._loaded()[1], cache_enabled=False)
+    plain = xgrammar.GrammarCompiler(compiler.loaded()[1], cache_enabled=False)
     kind = response_format["type"]
     compile_ = {"regex": plain.compile_regex, "grammar": plain.compile_grammar}[kind]
     matcher = xgrammar.GrammarMatcher(compile_(response_format[kind]))
@@ -199,7 +211,7 @@ def test_one_process_serves_all(compiler: GrammarCompiler) -> None:
     state_of(compiler, regex("c+"))
     assert process_of(compiler) is first
     compiler.close()
-    assert first.returncode is not None
+    assert first.has_ended
 
 
 def test_a_process_that_died_while_it_waited_is_no_grammars_fault(
@@ -207,8 +219,7 @@ def test_a_process_that_died_while_it_waited_is_no_grammars_fault(
 ) -> None:
     state_of(compiler, regex("a+"))
     killed = process_of(compiler)
-    killed.kill()  # as the kernel does where memory is short
-    killed.wait()
+    kill(killed)
     state_of(compiler, regex("d+"))
     assert process_of(compiler) is not killed
 
@@ -220,8 +231,7 @@ def test_what_died_with_its_parent_is_tried_again(
     killed, answer = process_of(compiler), Trial.answer
 
     def dying(trial: Trial) -> Compilable:
-        killed.kill()
-        killed.wait()
+        kill(killed)
         return answer(trial)
 
     monkeypatch.setattr(Trial, "answer", dying)
@@ -271,8 +281,8 @@ def test_without_idle_time_a_grammar_is_tried_all_the_same(
     tried, answer = [], Trial.answer
 
     def starved(trial: Trial) -> Compilable:
-        tried.append(trial._pace)
-        if trial._pace.nice is None:
+        tried.append(trial.pace)
+        if trial.pace.nice is None:
             while not (running := children_of(process_of(compiler))):
                 time.sleep(0.01)  # it is told to fork
             os.kill(running[0], signal.SIGSTOP)
@@ -280,7 +290,7 @@ def test_without_idle_time_a_grammar_is_tried_all_the_same(
 
     monkeypatch.setattr(Trial, "answer", starved)
     state_of(compiler, regex("[^x]?" * 30))
-    assert tried[:2] == compiler._limits.paces[0]
+    assert tried[:2] == compiler.limits.paces[0]
 
 
 # A filter (seccomp, BPF) that refuses a system call of this number, as sandboxes do, and no other.
@@ -305,8 +315,8 @@ def test_where_no_process_may_be_idle_it_is_nice() -> None:
     program = f"""
 refuse({SCHED_SETSCHEDULER[platform.machine()]})
 import os
-from onestem.engine.grammar.trial_process import _yield_to_others
-_yield_to_others(None)
+from onestem.engine.grammar.trial_process import yield_to_others
+yield_to_others(None)
 print(os.sched_getscheduler(0) == os.SCHED_OTHER, os.nice(0))
 """
     done = subprocess.run([sys.executable, "-c", REFUSES + program], capture_output=True, text=True)
@@ -323,13 +333,13 @@ def test_a_known_failure_keeps_nothing_of_who_hears_it(compiler: GrammarCompiler
     for _ in range(3):
         with pytest.raises(CostlyGrammarError):
             compiler.compile(regex(LONG))
-    (known,) = compiler._kept._failures.values()
+    (known,) = compiler.kept.failures.values()
     assert known.__traceback__ is None
 
 
 def test_what_a_busy_machine_had_no_time_for_is_tried_again(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, limits=GrammarLimits(cpu_seconds=300, wall_seconds=0.2))
-    trials, _ = compiler._loaded()
+    trials, _ = compiler.loaded()
     start = Mock(side_effect=trials.start)
     trials.start = start
     with pytest.raises(
@@ -338,7 +348,7 @@ def test_what_a_busy_machine_had_no_time_for_is_tried_again(tokenizer: Tokenizer
         compiler.compile(regex("[^x]?" * 600))
     last = [pace for _, _, pace in (call.args for call in start.call_args_list) if pace.nice]
     assert MOST_TRIES - 1 <= len(last) <= MOST_TRIES + 1
-    assert not compiler._kept._failures
+    assert not compiler.kept.failures
     compiler.close()
 
 
@@ -357,21 +367,21 @@ def test_where_no_process_can_be_started(
 
 def stopped(tokenizer: Tokenizer, limits: GrammarLimits) -> Trials:
     """Whose process does not go on to load the compiler."""
-    trials, _ = GrammarCompiler(tokenizer, limits=limits)._load()
-    os.kill(trials._running()._process.pid, signal.SIGSTOP)
+    trials, _ = GrammarCompiler(tokenizer, limits=limits).loaded()
+    os.kill(trials.process.pid, signal.SIGSTOP)
     return trials
 
 
 def test_a_process_that_does_not_start(tokenizer: Tokenizer) -> None:
     trials = stopped(tokenizer, GrammarLimits(start_seconds=0.2))
-    process = trials._running()
+    process = trials.process
     with pytest.raises(
         CostlyGrammarError,
         match=r"regex cannot be compiled now: its process does not answer within 0\.2 s$",
     ):
         trials.start({}, "regex", PACE)
     assert process.has_ended
-    assert trials._running() is not process
+    assert trials.process is not process
     trials.close()
 
 
@@ -379,8 +389,8 @@ def test_a_process_that_does_not_start_holds_up_no_close(tokenizer: Tokenizer) -
     trials = stopped(tokenizer, GrammarLimits(start_seconds=1e6))
     with ThreadPoolExecutor(1) as pool:
         trial = pool.submit(trials.start, {}, "regex", PACE)
-        process = trials._running()
-        while not process._lock.locked():
+        process = trials.process
+        while not process.writing.locked():
             time.sleep(0.01)  # it begins to wait
         trials.close()
         with pytest.raises(UnsupportedError, match="the engine is closed"):
@@ -389,9 +399,9 @@ def test_a_process_that_does_not_start_holds_up_no_close(tokenizer: Tokenizer) -
 
 def test_a_process_that_does_not_answer(compiler: GrammarCompiler) -> None:
     state_of(compiler, regex("a+"))
-    trials, _ = compiler._loaded()
-    trials._limits = GrammarLimits(wall_seconds=0.1, start_seconds=0.1)
-    process = trials._running()
+    trials, _ = compiler.loaded()
+    trials.limits = GrammarLimits(wall_seconds=0.1, start_seconds=0.1)
+    process = trials.process
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(EOFError):
         trials.start({}, "regex", PACE).answer()
@@ -415,16 +425,18 @@ def test_where_many_files_are_open(
     state_of(compiler, regex("a+"))
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux's")
 def test_threads_keep_no_compiler(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     state_of(compiler, regex("a+"))
-    process = process_of(compiler)
+    process = os.pidfd_open(process_of(compiler).pid)
     del compiler
     gc.collect()
-    process.wait(60)  # the last thread may just be leaving it
+    assert has_ended(process)  # the last thread may just be leaving it
+    os.close(process)
 
 
-def children_of(process: subprocess.Popen[bytes]) -> list[int]:
+def children_of(process: Process) -> list[int]:
     return list(
         map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
     )
@@ -439,7 +451,7 @@ def test_what_nobody_waits_for_any_more_ends(
     begun, answer = threading.Event(), Trial.answer
 
     def noted(trial: Trial) -> Compilable:
-        if trial._pace.nice is None and trial._pace.cpu_seconds > 1:
+        if trial.pace.nice is None and trial.pace.cpu_seconds > 1:
             begun.set()
         return answer(trial)
 
@@ -453,11 +465,11 @@ def test_what_nobody_waits_for_any_more_ends(
     child = os.pidfd_open(running[0])
     first.cancel()
     assert not select.select([child], [], [], 0)[0]  # the other still waits
-    assert len(compiler._tasks) == 1
+    assert len(compiler.tasks) == 1
     second.cancel()
     assert has_ended(child)
     os.close(child)
-    assert not compiler._tasks
+    assert not compiler.tasks
     state_of(compiler, regex("b+"))
     compiler.close()
 
@@ -494,7 +506,7 @@ from onestem.engine.grammar.compiler import MOST_TRIES, GrammarCompiler
 from onestem.engine.text.tokenizer import Tokenizer
 compiler = GrammarCompiler(Tokenizer.from_directory(sys.argv[1]))
 compiler.compile({"type": "regex", "regex": "a+"})
-print(compiler._loaded()[0]._process._process.pid, flush=True)
+print(compiler.loaded()[0].process.pid, flush=True)
 sys.stdin.read()
 """
 

@@ -18,6 +18,7 @@ from onestem.server.link.snapshot import snapshot_of
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
 from tests.engine.test_symbolic import grouped, interrupted_step, random_requests, same_as_alone
+from tests.soak import seeds
 
 
 def fast(engine):
@@ -32,7 +33,7 @@ def fast(engine):
     return engine
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(20, 40))
 def test_random_traffic_of_both_kinds(seed):
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])

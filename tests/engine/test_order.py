@@ -15,6 +15,7 @@ from onestem.engine.step.batch_rows import BatchRows
 from onestem.request import Request
 from tests.engine.harness import answer, assert_idle, make_engine, requests_for, shared_prompts
 from tests.engine.symbolic import VOCAB, drain, make_symbolic, request, run_all
+from tests.soak import seeds
 
 
 def at_depth(engine: Engine, depth: int) -> Engine:
@@ -86,7 +87,7 @@ def test_answers_are_those_of_rows_made_anew(tiny, share: str, depth: int) -> No
         ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(20, 40))
 def test_random_traffic_at_depth_two(seed: int) -> None:
     """Requests that come, end and are aborted while a step is in flight."""
     rng = random.Random(seed)
@@ -149,7 +150,7 @@ def assert_as_alone(requests: list[Request], outputs: dict, aborted: dict) -> No
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_traffic_of_applications(watch: Watch, seed: int, share: str, depth: int) -> None:
     """Requests of several applications come, end and are aborted, in turn and within a step."""
     rng = random.Random(seed)

@@ -17,8 +17,8 @@ from onestem.engine.sampling.rows import SamplingRow
 from onestem.engine.sampling.sampler import LOWEST_TEMPERATURE, Sampler, Step
 from onestem.models.config import GenerationDefaults
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
-from onestem.ops.sampling.reference import draw
 from onestem.request import SamplingParams
+from tests.ops.reference_sampling import draw
 
 INFINITY = float("inf")
 

@@ -12,6 +12,7 @@ from onestem.engine.schedule.queue import PlannedQueue
 from onestem.errors import RequestError
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import VOCAB, alone, drain, make_symbolic, request, run_all
+from tests.soak import seeds
 
 
 def random_requests(rng: random.Random, limit: int) -> list:
@@ -66,7 +67,7 @@ def _common(prompts: list[list[int]]) -> int:
     return next((i for i in range(most) if len({p[i] for p in prompts}) > 1), max(most, 0))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, 60))
 def test_random_traffic(seed):
     rng = random.Random(seed)
     page_size = rng.choice([1, 1, 2, 3, 4, 8])

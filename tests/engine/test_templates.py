@@ -120,26 +120,25 @@ def test_the_process_is_kept(tmp_path: Path) -> None:
     """And a forked process has its own: two that share one would take each other's answers."""
     ask = "{{ messages[0].content }}!"
     assert templates.render(ask, USER) == "hi!"
-    process = templates._child._process
+    process = templates.CHILD.pid
     assert process is not None
     templates.render(ask, USER)
-    assert templates._child._process is process
+    assert templates.CHILD.pid == process
     forked = os.fork()
     if forked == 0:
         answered = templates.render(ask, [{"role": "user", "content": "forked"}])
-        os._exit(0 if answered == "forked!" and templates._child._process is not process else 1)
+        os._exit(0 if answered == "forked!" and templates.CHILD.pid != process else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
     assert templates.render(ask, USER) == "hi!"
-    assert templates._child._process is process
+    assert templates.CHILD.pid == process
 
 
 @pytest.mark.usefixtures("isolated")
 def test_the_process_imports_little() -> None:
     """It starts in a fraction of a second."""
     assert is_well()
-    process = templates._child._process
-    assert process is not None
-    mapped = Path(f"/proc/{process._process.pid}/maps").read_text()
+    assert templates.CHILD.pid is not None
+    mapped = Path(f"/proc/{templates.CHILD.pid}/maps").read_text()
     assert "libtorch" not in mapped
     assert "tokenizers" not in mapped
 
@@ -176,9 +175,11 @@ def test_a_process_that_does_not_answer() -> None:
     limits = Limits(cpu_seconds=1, wall_seconds=0.1, memory_bytes=0, start_seconds=0.1)
     child = Child("onestem.engine.text.template_process", limits)
     child.start()
-    process = child._process
+    process = child.pid
     assert process is not None
-    os.kill(process._process.pid, signal.SIGSTOP)
+    os.kill(process, signal.SIGSTOP)
     with pytest.raises(TooCostlyError, match=r"has no answer within 0\.2 s$"):
         child.ask(b"")
-    assert process.has_ended
+    assert child.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

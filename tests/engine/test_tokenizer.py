@@ -263,7 +263,7 @@ def test_the_marked_way_gives_the_ordinary_tokens(
     """Without any mention, marking changes nothing: control tokens are the only cuts."""
     for tokenizer in tokenizers.values():
         messages = chat(*contents)
-        marker = tokenizer._marker
+        marker = tokenizer.marker
         text, literal = marker.unmark(tokenizer.render_chat(marker.mark(messages)))
         ids = marker.backend.encode(text)
         assert not literal
@@ -386,14 +386,13 @@ def test_decode_is_the_librarys_unless_bytes_are_no_utf8(
         expected = oracles[kind].backend_tokenizer.decode(known, skip_special_tokens=skip)
         if kind == "byte_level" or "\ufffd" not in expected:
             assert text == expected
-        assert text == tokenizer._decode_bytes(ids, skip).decode("utf-8", "replace")
+        assert text == tokenizer.decode_bytes(ids, skip).decode("utf-8", "replace")
 
 
 def test_valid_characters_stay_in_a_run_with_broken_ones(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
-    ids = [
-        tokenizer._control.library.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode() + b"\xff"
-    ]
+    by_name = {tokenizer.token_name(token): token for token in range(tokenizer.vocab_size)}
+    ids = [by_name[f"<0x{byte:02X}>"] for byte in "é".encode() + b"\xff"]
     assert tokenizer.decode(ids) == "é\ufffd"
 
 
@@ -433,7 +432,7 @@ def test_other_decoders(decoder: Any, vocabulary: list[str], text: str) -> None:
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     ids = [0, 1, 2, 3, 0]
     assert tokenizer.decode(ids) == text
-    assert tokenizer._decode_bytes(ids, True).decode() == text
+    assert tokenizer.decode_bytes(ids, True).decode() == text
 
 
 def test_decoders_that_look_ahead_are_refused() -> None:

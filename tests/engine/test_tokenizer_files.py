@@ -114,7 +114,7 @@ def test_panics_while_it_is_loaded(tmp_path: Path) -> None:
 
 def test_usual_ones_are_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a process, and the time to load it twice."""
-    monkeypatch.setattr(directory_module, "_TRIAL", None)
+    monkeypatch.setattr(directory_module, "TRIAL", None)
     for path in (
         make_byte_level_tokenizer(tmp_path / "level"),
         make_byte_fallback_tokenizer(tmp_path / "fallback"),
@@ -131,4 +131,4 @@ def test_others_are_tried_and_used(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(changed(tmp_path, fixed))
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("Hello there")) == "Hello there"
-    assert directory_module._TRIAL._process is None  # it has ended
+    assert directory_module.TRIAL.pid is None  # it has ended

@@ -11,7 +11,8 @@ from torch import Tensor
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.description import Alibi
-from onestem.ops import Angles, Heads, TorchLayers
+from onestem.ops import Angles, Heads
+from onestem.ops.layers import rotated
 from tests.models.tiny import load_oracle
 
 __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
@@ -56,7 +57,7 @@ def dense_attend(
         return mask[:, None]
 
     def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
-        q, k, v = TorchLayers().rotated(qkv, heads, angles)
+        q, k, v = rotated(qkv, heads, angles)
         their, read = config.heads[layer], config.kv_layers[layer]
         if read == layer:
             held[layer] = k, v

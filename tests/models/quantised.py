@@ -102,9 +102,6 @@ def mxfp4(plain: Path, target: Path) -> Path:
     return target
 
 
-# ------------------------------------------------------------------------------------ rounding
-
-
 def _by_part(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The largest size of each block, and how to spread blocks' values over the weight."""
     out, size = weight.shape
@@ -168,9 +165,6 @@ def _words(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> T
     for i, column in enumerate(places or range(count)):
         total |= codes[:, column::count] << (bits * i)
     return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
-
-
-# ------------------------------------------------------------------------------------ formats
 
 
 def _packed(bits: int, zeros: bool) -> Any:

@@ -21,7 +21,8 @@ from onestem.models.rope import Rope
 from onestem.models.sizes import weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
-from onestem.ops import Heads, TorchLayers, resolve
+from onestem.ops import Heads, resolve
+from onestem.ops.layers import rotated
 from onestem.ops.triton.experts import GroupedExperts
 from onestem.ops.triton.tiled_experts import TiledExperts
 from tests.models.dense import Triple, dense_attend, log_probabilities, oracle, prompt
@@ -256,7 +257,7 @@ def test_rotation_depends_on_distance_alone(decoder: Decoder) -> None:
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
         angles = [rope.angles(torch.tensor([p]))[0] for p in (q_position, k_position)]
-        (q, _, _), (_, k, _) = (TorchLayers().rotated(qkv, heads, a) for a in angles)
+        (q, _, _), (_, k, _) = (rotated(qkv, heads, a) for a in angles)
         return (q * k).sum()
 
     torch.testing.assert_close(product(17, 5), product(112, 100), atol=1e-4, rtol=0)

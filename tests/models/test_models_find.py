@@ -9,7 +9,6 @@ from onestem.models.find import find_model
 from onestem.models.shards import file_bytes
 
 FORMATS = {
-    "model-q4.gguf": "is a GGUF file, which is not loaded yet: give the directory of the original",
     "model.ONNX": "is an ONNX graph, which is not loaded: give the directory of the original",
     "model.safetensors": "is a file of weights alone: give its directory, with config.json",
     "pytorch_model.bin": "is a file of pickled weights, which are not loaded: convert it to saf",
@@ -27,7 +26,24 @@ def test_a_file_is_told_for_what_it_is(tmp_path, name):
     assert FORMATS[name] in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["model-q4.gguf", "model.ONNX", "pytorch_model.bin", "model.pth"])
+def test_a_gguf_file_is_a_model(tmp_path):
+    """By its name, or by its first bytes."""
+    for name in ("model-q4.gguf", "sha256-abc"):
+        (tmp_path / name).write_bytes(b"GGUF")
+        assert find_model(tmp_path / name) == tmp_path / name
+    (tmp_path / "sha256-abc").write_bytes(b"GGML")
+    with pytest.raises(ConfigError, match="is a file: give a model's directory"):
+        find_model(tmp_path / "sha256-abc")
+
+
+def test_a_directory_with_a_gguf_file_says_to_give_it(tmp_path):
+    (tmp_path / "model-q4.gguf").touch()
+    told = r"has no config\.json, but model-q4\.gguf, a GGUF file: give its path"
+    with pytest.raises(ConfigError, match=told):
+        find_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.ONNX", "pytorch_model.bin", "model.pth"])
 def test_a_directory_of_another_format_is_told_for_what_it_is(tmp_path, name):
     """Without config.json, and with it."""
     (tmp_path / name).touch()

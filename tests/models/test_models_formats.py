@@ -257,9 +257,6 @@ def test_families_with_turned_weights_are_refused(tmp_path: Path) -> None:
         load_decoder(path, dtype=torch.float32, device="cpu")
 
 
-# ------------------------------------------------------------------------------------ products
-
-
 def _random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -481,9 +478,6 @@ def test_int4_leaves_odd_widths_as_they_are(
     assert weight_bytes(decoder.config, torch.bfloat16, CPU, expected) == decoder.weight_bytes
     modules = format_errors(path, dtype=torch.bfloat16, device=CPU, quantization="int4")
     assert not [one for one in modules if "down_proj" in one.module]
-
-
-# ------------------------------------------------------------------------------------ accounts
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])

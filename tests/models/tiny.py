@@ -9,6 +9,7 @@ or shown to the wrong row. (Greedy tokens of a random model would hardly react.)
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -373,13 +374,19 @@ _SCALES = {
 
 
 def make_tiny(
-    family: str, path: str | Path, *, seed: int = 0, max_shard_size: str | None = None
+    family: str,
+    path: str | Path,
+    *,
+    seed: int = 0,
+    max_shard_size: str | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a tiny model of `family` to the directory `path` (float32) and return it.
 
-    `max_shard_size` ("50KB") splits the weights over several files with an index.
+    `max_shard_size` ("50KB") splits the weights over several files with an index. `changes`: other
+    fields of its configuration.
     """
-    model = _model(family, seed)
+    model = _model(family, seed, changes or {})
     _scale(model, seed)
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(path, **options)
@@ -396,15 +403,16 @@ def load_oracle(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     return kind.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
 
 
-def _model(family: str, seed: int) -> Any:
+def _model(family: str, seed: int, changes: Mapping[str, Any]) -> Any:
     if family in _IMAGE_SPECS:
         return _image_model(family, seed)
     if family in _OTHERS:
         architecture, fields = _OTHERS[family]
         fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **fields}
     else:
-        architecture, changes = _SPECS[family]
-        fields = {**_BASE, **changes}
+        architecture, own = _SPECS[family]
+        fields = {**_BASE, **own}
+    fields |= changes
     text = "Text" if architecture in ("Gemma3", "Gemma4") else ""
     config = getattr(transformers, f"{architecture}{text}Config")(**fields)
     suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"

@@ -21,6 +21,7 @@ from onestem.openai.read import read_body
 from onestem.openai.tools import CallParser, Calls, form_of
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.soak import soaked
 
 WEATHER = {
     "type": "function",
@@ -163,10 +164,11 @@ def an_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def test_arguments_fit_random_schemas(llm) -> None:
-    """200 of them, under `required`: every call that was not cut fits, and names a tool."""
+@pytest.mark.parametrize("count", [25, soaked(200)])
+def test_arguments_fit_random_schemas(llm, count: int) -> None:
+    """Under `required` every call that was not cut fits, and names a tool."""
     rng = random.Random(0)
-    schemas = {f"f{i}": an_object(rng) for i in range(200)}
+    schemas = {f"f{i}": an_object(rng) for i in range(count)}
     bodies = [
         {
             "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}],
@@ -185,7 +187,7 @@ def test_arguments_fit_random_schemas(llm) -> None:
         if output.finish_reason == "stop":
             complete += 1
             jsonschema_rs.Draft202012Validator(schema).validate(json.loads(arguments))
-    assert complete >= 190
+    assert complete >= 0.95 * count
 
 
 def test_whom_a_choice_lets_call(llm) -> None:

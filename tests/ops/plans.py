@@ -8,7 +8,8 @@ import dataclasses
 import numpy as np
 
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
-from onestem.ops.work import ENTRY, HEADER, QUEUED, RECORD, CostModel, Tile
+from onestem.ops.work import CostModel, Tile
+from onestem.ops.work.lists import ENTRY, HEADER, QUEUED, RECORD
 
 # Small tiles cut and split small plans; the last two make every group an item or none.
 SMALL = (Tile(16, 16), Tile(32, 16), Tile(64, 32))

@@ -15,15 +15,16 @@ from onestem.errors import ConfigError
 from onestem.ops import (
     AttentionPlan,
     PlanBuilder,
+    Scores,
     State,
     attention,
-    merge_states,
     read_kv,
     resolve,
     windowed,
 )
 from onestem.ops.items import CostModel, SharedItem, make_items
 from onestem.ops.reference import visible
+from onestem.ops.state import merge_into
 from onestem.ops.torch_impl import TorchAttention
 
 
@@ -175,7 +176,7 @@ def test_alibi_and_softcap(seed, group, kv_heads, alibi, softcap, window, share)
     slopes = torch.rand(kv_heads * group) if alibi else None
     want = attention(q, k, v, plan, impl="reference", alibi_slopes=slopes, softcap=softcap)
     prepared = resolve("torch").prepare(plan, share=share)
-    got = prepared.attend(q, k, v, alibi_slopes=slopes, softcap=softcap)
+    got = prepared.attend(q, k, v, Scores(alibi_slopes=slopes, softcap=softcap))
     assert_matches(got, want, torch.float32)
 
 
@@ -230,6 +231,13 @@ def test_malformed_plans_are_refused(change, message):
         dataclasses.replace(plan, **arrays).check()
 
 
+def merged(*parts: State) -> State:
+    out, lse = parts[0].out.clone(), parts[0].lse.clone()
+    for part in parts[1:]:
+        merge_into(out, lse, part.out, part.lse)
+    return State(out, lse)
+
+
 def test_merge_is_exact_associative_and_never_nan():
     generator = torch.Generator().manual_seed(0)
     parts = [
@@ -241,8 +249,8 @@ def test_merge_is_exact_associative_and_never_nan():
         part.lse[0] = -math.inf
     parts[3].out[0] = 0
     parts[3].lse[0] = -math.inf
-    whole = merge_states(parts)
-    nested = merge_states([merge_states(parts[:2]), merge_states(parts[2:])])
+    whole = merged(*parts)
+    nested = merged(merged(*parts[:2]), merged(*parts[2:]))
     torch.testing.assert_close(whole.out, nested.out)
     torch.testing.assert_close(whole.lse, nested.lse)
     assert (whole.out[0] == 0).all()
@@ -255,7 +263,7 @@ def test_merge_of_two_is_relay_attention_alpha():
         State(torch.zeros(1, 1, 4), torch.tensor([[1.1]])),
     )
     alpha = 1 / (1 + math.exp(1.1 - 0.3))
-    torch.testing.assert_close(merge_states([a, b]).out, torch.full((1, 1, 4), alpha))
+    torch.testing.assert_close(merged(a, b).out, torch.full((1, 1, 4), alpha))
 
 
 def plain(q, k_pages, v_pages, plan):

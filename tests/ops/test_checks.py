@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError
-from onestem.ops import PlanBuilder, attention, available, resolve, windowed
+from onestem.ops import PlanBuilder, Scores, attention, available, resolve, windowed
 from onestem.ops.cpu import is_built
 
 every_impl = pytest.mark.parametrize("impl", available())
@@ -57,7 +57,7 @@ def test_what_kernels_would_read_out_of_bounds_is_refused_at_every_layer(impl):
     prepared = resolve(impl).prepare(plan)
     prepared.attend(*tensors)
     with pytest.raises(ConfigError, match="alibi_slopes are"):
-        prepared.attend(*tensors, alibi_slopes=torch.rand(3))
+        prepared.attend(*tensors, Scores(alibi_slopes=torch.rand(3)))
 
 
 @every_impl

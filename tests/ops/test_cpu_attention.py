@@ -18,6 +18,7 @@ from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops import (
     AttentionPlan,
     PlanBuilder,
+    Scores,
     allocate_pages,
     attention,
     windowed,
@@ -119,7 +120,7 @@ def test_equals_reference(
     want = attention(q, k, v, plan, impl="reference", **options)
     for isa in isas_with(dtype):
         prepared = isa.attention(COSTS[cost]).prepare(plan, share=share)
-        got = prepared.attend(q, k, v, **options)
+        got = prepared.attend(q, k, v, Scores(**options))
         assert got.out.dtype == dtype
         assert got.lse.dtype == torch.float32
         assert_matches(got, want, dtype)
@@ -194,7 +195,7 @@ def test_every_isa_with_every_head_size(dtype, head_dim, window, alibi, softcap)
     want = attention(q, k, v, plan, impl="reference", **options)
     for isa in isas_with(dtype):
         for cost in ("default", "pack none"):
-            got = isa.attention(COSTS[cost]).prepare(plan).attend(q, k, v, **options)
+            got = isa.attention(COSTS[cost]).prepare(plan).attend(q, k, v, Scores(**options))
             assert_matches(got, want, dtype)
 
 
@@ -281,7 +282,7 @@ def test_score_options(scale, softcap, alibi):
     want = attention(q, k, v, plan, impl="reference", **options)
     for isa in isas_with(torch.float32):
         for share in (True, False):
-            got = isa.attention().prepare(plan, share=share).attend(q, k, v, **options)
+            got = isa.attention().prepare(plan, share=share).attend(q, k, v, Scores(**options))
             assert_matches(got, want, torch.float32)
 
 

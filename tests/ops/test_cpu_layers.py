@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops import Angles, Heads, TorchLayers, allocate_pages
+from onestem.ops import Angles, Heads, LayerOps, allocate_pages
 from onestem.ops.cpu import CpuLayers, is_built
 from tests.ops.cpu_isas import EVERY_ISA
 
@@ -151,7 +151,7 @@ def test_error_is_at_most_twice_that_of_torch(dtype):
     exact = normed(x, weight, 1e-5)
     mine, other = (
         (ops.add_rms_norm(x, None, weight, 1e-5).double() - exact).abs().mean()
-        for ops in (CpuLayers(), TorchLayers())
+        for ops in (CpuLayers(), LayerOps())
     )
     assert mine <= 2 * other
 

@@ -14,11 +14,12 @@ from onestem.models.description import Experts
 from onestem.models.mlp import route as route_in_torch
 from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
-from onestem.ops.triton.experts import GroupedExperts, Tiles, route, sort_rows
+from onestem.ops.triton.experts import GroupedExperts, route, sort_rows
+from onestem.ops.triton.tiled import Tiles
 from onestem.ops.triton.tiled_experts import TiledExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Tiles(16, 32, 32, 4, 2)
+SMALL = Tiles(32, 16, stages=2, columns=32)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -34,7 +34,7 @@ def _weight(bits: int, group: int, size: int, out: int, zeros: bool) -> tuple[Ti
     wide = [one.double().repeat_interleave(group, 1)[:, :size] for one in (zero, scales)]
     assert TiledGroups.takes(size, group, bits)
     packed = TiledGroups.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
-    assert (packed.zero < 0) == zeros
+    assert (packed.packing.zero < 0) == zeros
     return packed, (codes.double() - wide[0]) * wide[1]
 
 
@@ -141,7 +141,8 @@ def test_parts_of_tiled_products() -> None:
     packed, _ = _weight(4, 128, 4096, 64, False)
     assert packed.tiles(9, 132).split == 8  # 512 columns each
     assert packed.tiles(9, 1).split == 4
-    assert packed.tiles(4096, 132)[:3] == (64, 64, 4)
+    many = packed.tiles(4096, 132)
+    assert (many.out, many.rows, many.split) == (64, 64, 4)
     assert divided(packed, tiled.Tiles(64, 16, 6), 1, 1).split == 6  # of 16 chunks: 3 each, 1 last
     assert divided(packed, tiled.Tiles(64, 16, 5), 1, 1).split == 4
     x = _random(2, 4096).to(DEVICE, torch.float16)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError
-from onestem.ops import Angles, Heads, LayerOps, TorchLayers, allocate_pages, read_kv
+from onestem.ops import Angles, Heads, LayerOps, allocate_pages, read_kv
 from onestem.ops.cpu import CpuLayers, is_built
 from onestem.ops.rounding import LARGEST
 from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.rounding import rounded_rows as rounded_by_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-OPS = [TorchLayers(), TritonLayers()]
+OPS = [LayerOps(), TritonLayers()]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 
 
@@ -130,7 +130,7 @@ def test_silu_mul(ops: LayerOps, dtype: torch.dtype, rows: int, size: int) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("ops", "head_major"),
-    [(ops, head_major) for ops in (TorchLayers(), TritonLayers()) for head_major in (False, True)],
+    [(ops, head_major) for ops in (LayerOps(), TritonLayers()) for head_major in (False, True)],
     ids=["torch", "torch head-major", "triton", "triton head-major"],
 )
 @pytest.mark.parametrize(

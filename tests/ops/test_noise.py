@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onestem.ops.sampling.noise import noise_bits, philox4x32, waiting_times
+from tests.ops.reference_sampling import noise_bits, philox4x32, waiting_times
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:

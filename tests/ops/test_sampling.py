@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -15,17 +17,17 @@ from onestem.ops.sampling import (
     STATUS_NOT_FINITE,
     STATUS_OK,
     RowTable,
-    TorchSampling,
+    Sampling,
 )
-from onestem.ops.sampling.noise import noise_bits, waiting_times
-from onestem.ops.sampling.reference import draw
 from onestem.ops.triton.sampling import TritonSampling
 from tests.ops.cpu_isas import EVERY_ISA
+from tests.ops.reference_sampling import draw, noise_bits, waiting_times
+from tests.soak import soaked
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EVERY_CPU = {str(isa): isa.sampling() for isa in EVERY_ISA}
-EVERY = {"torch": TorchSampling(), **EVERY_CPU}
+EVERY = {"torch": Sampling(), **EVERY_CPU}
 
 every = pytest.mark.parametrize("name", EVERY)
 
@@ -251,8 +253,10 @@ def test_other_bits_change_a_token_seldom(noise, spread):
 # ------------------------------------------------------------------------------- the rest
 
 
-@pytest.mark.parametrize("name", [*EVERY, "triton"])
-@pytest.mark.parametrize("vocab", [1, 2500])
+@pytest.mark.parametrize(
+    ("name", "vocab"),
+    [*product(EVERY, (1, 2500)), ("triton", 1), soaked("triton", 2500)],
+)
 def test_log_probabilities_leading_tokens_and_ranks(name, vocab):
     impl, device = (TritonSampling(), DEVICE) if name == "triton" else (EVERY[name], CPU)
     rows = 3 if name == "triton" else 20
@@ -302,7 +306,7 @@ PENALTIES = [
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_penalties_follow_what_is_sampled(name):
-    impl, device = (TritonSampling(), DEVICE) if name == "triton" else (TorchSampling(), CPU)
+    impl, device = (TritonSampling(), DEVICE) if name == "triton" else (Sampling(), CPU)
     rows, vocab = 10, 90
     draw = np.random.default_rng(0)
     table = table_of(rows, PENALTIES, device=device)
@@ -341,7 +345,7 @@ def test_penalties_of_many_rows_and_long_outputs():
     table = table_of(rows, [{"frequency": 0.5}], device=DEVICE)
     table.rows["penalty"] = np.arange(rows)
     few = RowTable(table.rows[::2].copy(), DEVICE)
-    states = [TritonSampling().penalties(vocab, DEVICE), TorchSampling().penalties(vocab, CPU)]
+    states = [TritonSampling().penalties(vocab, DEVICE), Sampling().penalties(vocab, CPU)]
     for state in states:
         for i in range(rows):
             state.assign(i, None, np.arange(254 + i % 3 if i % 4 == 0 else i))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from onestem.errors import ConfigError
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.reference import visible
-from onestem.ops.triton import Workspace, load_config
+from onestem.ops.triton import States, Workspace, load_config
 from onestem.ops.triton.attention import TritonAttention
 from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import item_times
-from onestem.ops.work.deal import _hands_in_rows
+from onestem.ops.work.deal import hands_in_rows
 from onestem.ops.work.lists import Choice
 from onestem_lab.attention.cases import decode_step
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
@@ -253,16 +253,16 @@ def test_few_walks_are_cut_for_programs_that_begin_soon(counts, lengths, num_ite
     assert (work.num_items, work.num_states) == (num_items, num_states)
 
 
-def drafts_of(monkeypatch) -> list[tuple[lists._Draft, CostModel]]:
+def drafts_of(monkeypatch) -> list[tuple[lists.Draft, CostModel]]:
     """Each list that `make_work` deals out from now on, and its model."""
-    made: list[tuple[lists._Draft, CostModel]] = []
-    drafted = lists._drafted
+    made: list[tuple[lists.Draft, CostModel]] = []
+    drafted = lists.draft_of
 
     def recorded(plan, cost, *args):
         made.append((drafted(plan, cost, *args), cost))
         return made[-1][0]
 
-    monkeypatch.setattr(lists, "_drafted", recorded)
+    monkeypatch.setattr(lists, "draft_of", recorded)
     return made
 
 
@@ -392,11 +392,7 @@ def test_similar_steps_keep_the_choice(counts, monkeypatch):
 def test_a_workspace_compares_now_and_then(monkeypatch):
     config, _ = load_config("NVIDIA H100 80GB HBM3", torch.bfloat16, 128, 4, True)
     kernels = Kernels(32, 8, 128, 16, config, 132, windowed=False, hopper=True, dependent=True)
-    space = Workspace(
-        max_rows=64, num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16,
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
-    space.kernels = kernels
+    space = Workspace(kernels, States.empty(4096, 32, 128, torch.device("cpu")), max_rows=64)
     plan = decode_step((1, 64), (2048, 64), page_size=16).plan
     drafts, compared = drafts_of(monkeypatch), []
     for _ in range(40):
@@ -415,7 +411,7 @@ def test_prepared_plans_of_one_implementation_keep_the_choice(monkeypatch):
         given.append(choice)
         return dataclasses.replace(make_work(*args, **more), choice=Choice(6, 6 * 72, True))
 
-    monkeypatch.setattr("onestem.ops.triton.attention.make_work", listed)
+    monkeypatch.setattr("onestem.ops.triton.launch.make_work", listed)
     monkeypatch.setattr(Kernels, "launch", lambda *_: None)
     impl = TritonAttention()
     for _ in range(20):
@@ -485,7 +481,7 @@ def test_a_prompt_that_grows_is_another_step():
     ],
 )
 def test_hands_that_take_items_in_rows(rows, few, hands, some):
-    assert _hands_in_rows(np.array(rows), np.array(few), hands) == some
+    assert hands_in_rows(np.array(rows), np.array(few), hands) == some
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.batch.fakes import completion, write_lines
 from tests.engine.harness import answer, requests_for
 from tests.parallel.teams import CPU, engine_of
 from tests.server.test_process import is_gone, served
+from tests.soak import seeds
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "2MiB", "tensor_parallel_size": 2}
 SECONDS = 10.0  # within which the line comes
@@ -75,7 +76,7 @@ def line_of(rank: int, size: int, pid: int, number: int = 9) -> str:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 def test_at_a_random_step(seed):
     """Then the same object refuses calls with that line, and no process is left."""
     step = random.Random(seed).randrange(100)
@@ -156,6 +157,7 @@ def test_a_rank_that_is_stopped_while_they_meet(monkeypatch):
         Team(2, CPU)
 
 
+@pytest.mark.soak
 def test_a_rank_that_goes_on_is_not_ended(monkeypatch):
     """Stopped for fewer looks than are too many, again and again."""
     seen: list[int] = []
@@ -374,6 +376,7 @@ def test_an_llm_that_is_forgotten():
     assert threading.active_count() < threads
 
 
+@pytest.mark.soak
 def test_a_server_starts_all_again(tmp_path, tiny):
     """When a rank dies, also while nobody asks for anything; an engine that dies takes its ranks
     along."""

@@ -1,4 +1,4 @@
-"""Other ranks know a step by what rank 0 tells them alone: a symbolic model that is told steps sees
+"""Other ranks know a step by rank 0's message alone: a symbolic model that reads messages sees
 every key that the engine's own sees."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.engine.harness import assert_idle
 from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
 
 
-class ToldTeam:
+class LedTeam:
     """A rank in the same thread, which knows messages alone."""
 
     def __init__(self, num_slots: int) -> None:
@@ -38,8 +38,8 @@ class ToldTeam:
         pass
 
 
-class ToldRunner(LeadRunner):
-    """Compares each block of logits with that of the rank that is told."""
+class LedRunner(LeadRunner):
+    """Compares each block of logits with that of the other rank."""
 
     def each(self, blocks):
         for block in super().each(blocks):
@@ -47,7 +47,7 @@ class ToldRunner(LeadRunner):
             yield block
 
 
-def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
+def led_engine(rng: random.Random, depth: int, page_size: int | None = None):
     num_pages, page_size = rng.choice([40, 150]), page_size or rng.choice([1, 2, 4])
     engine = make_symbolic(
         num_pages=num_pages,
@@ -58,8 +58,8 @@ def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
     own = engine.launcher.runner
     own.decoder, own.kv_pages = engine.weights.decoder, []
     own.depth = depth
-    team = ToldTeam(num_pages * page_size)
-    engine.launcher.runner = ToldRunner(own, team)
+    team = LedTeam(num_pages * page_size)
+    engine.launcher.runner = LedRunner(own, team)
     return engine, team
 
 
@@ -69,7 +69,7 @@ def told_engine(rng: random.Random, depth: int, page_size: int | None = None):
 def test_random_traffic(seed: int, depth: int) -> None:
     """With aborts, memory for few, and samplers that fail before all logits are made."""
     rng = random.Random(seed)
-    engine, team = told_engine(rng, depth)
+    engine, team = led_engine(rng, depth)
     shared = [rng.randrange(8) for _ in range(12)]
     waiting = [
         request(
@@ -106,8 +106,8 @@ def test_random_traffic(seed: int, depth: int) -> None:
     assert all(team.sizes.values()), "both kinds of messages were there"
 
 
-def test_a_step_of_decodes_tells_its_tokens_and_pages_alone():
-    engine, team = told_engine(random.Random(0), 1, page_size=16)
+def test_a_message_of_decodes_has_their_tokens_and_pages_alone():
+    engine, team = led_engine(random.Random(0), 1, page_size=16)
     for i in range(8):
         engine.add_request(request(i, [1, 2, 3, i], max_tokens=30))
     while engine.has_unfinished():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onestem.errors import ConfigError
-from onestem.pml import Import, Library, Module, PmlError, Prompt, Schema, Union, encoding_prompts
+from onestem.pml import Import, Library, Module, PmlError, Prompt, Schema, Union
 from tests.pml.characters import Characters, text_of
 
 SCHEMA = Schema(
@@ -54,7 +54,7 @@ def test_isolations_are_encoded_once_each(library):
 @pytest.mark.parametrize("isolation", ["anchored", "isolated"])
 def test_encoding_prompts_have_each_cached_segment_once(library, isolation):
     encoding = library.encoding("s", isolation)
-    prompts = list(encoding_prompts(encoding))
+    prompts = list(encoding.prompts())
     keys = [segment.key for segment in encoding.segments.values() if segment.kind == "cached"]
     targets = [[s for s in prompt.segments if s.is_encoded][-1] for prompt in prompts]
     assert [target.key for target in targets] == keys

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from onestem.engine.modules.prompt import PmlPrompt
 from onestem.pml import (
     ISOLATIONS,
     CompiledPrompt,
@@ -23,15 +24,14 @@ from onestem.pml import (
     Text,
     Union,
     compile_prompt,
-    computed_spans,
     lay_out,
     parse,
     parse_prompt,
     parse_schema,
     to_markup,
-    visible,
 )
 from tests.pml.characters import BOS, UNKNOWN, Characters
+from tests.pml.mask import visible
 from tests.pml.random_pml import TEXTS, bodies, schemas, schemas_with_prompts
 
 roles = st.builds(Role, st.sampled_from(["system", "user", "assistant"]), bodies(1))
@@ -219,7 +219,7 @@ def test_tokens_positions_and_mask_are_those_of_the_definition(case, isolation):
 
 @settings(max_examples=60)
 @given(case=schemas_with_prompts(), isolation=st.sampled_from(ISOLATIONS))
-def test_segments_are_runs_and_spans_say_what_computed_tokens_see(case, isolation):
+def test_segments_are_runs_and_imports_say_what_computed_tokens_see(case, isolation):
     schema, prompt = case
     compiled = compile_prompt(lay_out(schema, Characters()), prompt, isolation)
     segments = compiled.segments
@@ -243,9 +243,9 @@ def test_segments_are_runs_and_spans_say_what_computed_tokens_see(case, isolatio
     assert (np.diff(compiled.positions[rows]) > 0).all()
     first = np.searchsorted(compiled.segment_of, np.arange(len(segments)))
     seen = np.zeros((len(rows), compiled.num_tokens), dtype=int)
-    for row, many, segment, start, end, step in computed_spans(compiled).tolist():
-        for j in range(many):
-            seen[row + j, first[segment] + start : first[segment] + end + j * step] += 1
+    for one in PmlPrompt(compiled, "", "").imports:
+        seen[one.first :, first[one.segment] : first[one.segment] + one.in_use] += 1
+    seen[:, rows] += np.tri(len(rows), dtype=int)  # what is computed is a sequence
     np.testing.assert_array_equal(seen, visible(compiled)[rows])
 
 

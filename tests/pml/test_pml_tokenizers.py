@@ -23,9 +23,9 @@ from onestem.pml import (
     lay_out,
     read_prompt,
     read_schema,
-    visible,
 )
 from tests.engine.tiny_tokenizers import make_byte_fallback_tokenizer, make_byte_level_tokenizer
+from tests.pml.mask import visible
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pml"
 PROMPTS = sorted(path for path in EXAMPLES.glob("*/*.xml") if path.name != "schema.xml")

@@ -17,13 +17,14 @@ from onestem import LLM, EngineOptions, SamplingParams
 from onestem.errors import ConfigError, JobError, RequestError
 from onestem.jobs import run_file
 from onestem.replicas import Replicas
+from onestem_lab.load.flags import flags_of
 from tests.batch.fakes import chat, completion, write_lines
 from tests.forked import Command
 
 OPTIONS = EngineOptions(
     dtype="float32", kv_memory="2MiB", device="cpu", max_step_tokens=64, threads=1
 )
-FLAGS = OPTIONS.flags()
+FLAGS = flags_of(OPTIONS)
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch):

@@ -96,7 +96,7 @@ class Held:
         self._change = threading.Condition()
         self._engines = 0
         self._limit = 0.0
-        self._finished = 0
+        self.finished = 0
 
     def __call__(self, llm: LLM) -> None:
         step = llm.engine.step_news
@@ -106,10 +106,10 @@ class Held:
         def held() -> tuple:
             with self._change:
                 self._change.wait_for(
-                    lambda: number < self._engines or self._finished < self._limit, WAIT
+                    lambda: number < self._engines or self.finished < self._limit, WAIT
                 )
             outputs, going_on = step()
-            self._finished += len(outputs)
+            self.finished += len(outputs)
             return outputs, going_on
 
         llm.engine.step_news = held
@@ -153,8 +153,8 @@ class Running:
         self._path = path
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self._listener = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
         assert self._ready.wait(WAIT)
@@ -174,7 +174,7 @@ class Running:
         self.service = Service(self.settings, self._path, tokenizer, self.launcher)
         await self.service.start()
         self.server = HttpServer(self.service)
-        serving = asyncio.create_task(self.server.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         while not self.server.started:
             await asyncio.sleep(0.005)
         self._ready.set()

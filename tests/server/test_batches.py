@@ -12,7 +12,7 @@ import pytest
 
 from onestem.jobs import run_file
 from onestem.llm import LLM
-from onestem.server.objects import job_progress
+from onestem.server.objects import jobs
 from tests.server.harness import Held, running
 
 DOCUMENT = "The mill of Oakham stands by the river and grinds the corn of nine villages. " * 3
@@ -115,7 +115,7 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
 
 def test_a_line_that_names_another_model_gets_an_error(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model) as server, server.http() as http:
-        names = [server.service.settings.names[0], "gpt"]
+        names = [server.service.model.names[0], "gpt"]
         raw = [
             json.dumps({
                 "custom_id": name, "method": "POST", "url": "/v1/completions",
@@ -381,7 +381,7 @@ def test_bad_uploads(tmp_path, tiny_model):
 
 def test_files_of_a_key_are_bounded_together(tmp_path, tiny_model, monkeypatch):
     """What a batch has answered counts too, and stays; what is deleted counts no more."""
-    monkeypatch.setattr(job_progress, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "PROGRESS_SECONDS", 0.0)
     raw = lines(12, user="somebody" * 30)
     most = 2 * len(raw) + 1500
     with (

@@ -76,23 +76,29 @@ def test_as_many_as_there_is_room_for_in_order_and_one_of_each_key():
         assert takers.inside == ["a1", "a3", "tiny", "a4", "b2"]
         for name in ("a1", "a3", "a4", "b2", "tiny"):
             await takers.leave(name)
-        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
+        assert (bodies.held, bodies.own, bodies.waiting) == (0, set(), {})
 
     asyncio.run(main())
 
 
-def test_a_large_one_is_not_passed_for_ever():
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_large_one_is_not_passed_for_ever(gives_up):
+    """And who gives up lets those behind it in."""
+
     async def main() -> None:
         takers = Takers(Bodies(limit=3 * LARGE, most=3 * LARGE))
-        await takers.come("own", "a")
-        for name in ("1", "2"):
+        for name in ("own", "1", "2"):
             await takers.come(name, "a")
         await takers.come("large", "a", 3 * LARGE)
         await takers.come("late", "a")  # it would fit
         assert takers.inside == ["own", "1", "2"]
-        await takers.leave("1")
-        await takers.leave("2")
-        assert takers.inside == ["own", "large"]
+        if gives_up:
+            await takers.give_up("large")
+            assert takers.inside == ["own", "1", "2", "late"]
+        else:
+            await takers.leave("1")
+            await takers.leave("2")
+            assert takers.inside == ["own", "large"]
 
     asyncio.run(main())
 
@@ -108,7 +114,7 @@ def test_who_gives_up_leaves_no_trace():
         assert takers.inside == ["1", "2", "4"]  # "1" was cut off inside: it is gone all the same
         await takers.give_up("2")
         await takers.give_up("4")
-        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
+        assert (bodies.held, bodies.own, bodies.waiting) == (0, set(), {})
 
     asyncio.run(main())
 
@@ -117,32 +123,24 @@ def test_who_gives_up_leaves_no_trace():
 def test_one_that_gives_up_as_room_becomes_free(has_room):
     """It has not run since, and takes no room. `has_room`: it was let in before it gave up."""
 
+    async def enter(bodies: Bodies) -> None:
+        async with bodies.room("a", LARGE):
+            raise AssertionError("it gave up")
+
     async def main() -> None:
         bodies = Bodies(limit=LARGE, most=LARGE)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(bodies.room("a", LARGE))
             await stack.enter_async_context(bodies.room("a", LARGE))
-            waiting = asyncio.create_task(bodies._take("a", LARGE))
+            waiting = asyncio.create_task(enter(bodies))
             await settle()
             if not has_room:
                 waiting.cancel()
         if has_room:
             waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
-
-    asyncio.run(main())
-
-
-def test_who_gives_up_lets_those_behind_it_in():
-    async def main() -> None:
-        takers = Takers(Bodies(limit=3 * LARGE, most=3 * LARGE))
-        for name in ("own", "1", "2"):
-            await takers.come(name, "a")
-        await takers.come("large", "a", 3 * LARGE)
-        await takers.come("late", "a")
-        await takers.give_up("large")
-        assert takers.inside == ["own", "1", "2", "late"]
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (bodies.held, bodies.own, bodies.waiting) == (0, set(), {})
 
     asyncio.run(main())
 
@@ -186,7 +184,7 @@ def test_who_waits_too_long_is_told(monkeypatch):
         assert (error.value.status, error.value.code) == (503, "bodies_full")
         assert error.value.headers["Retry-After"] == "5"
         assert error.value.message.startswith("bodies of 100000 bytes are being read, limit is ")
-        assert (bodies.held, bodies._own, bodies._waiting) == (0, set(), {})
+        assert (bodies.held, bodies.own, bodies.waiting) == (0, set(), {})
 
     asyncio.run(main())
 
@@ -209,9 +207,9 @@ def test_slow_uploads_of_a_key_and_bodies_of_another(tmp_path, tiny_model):
     body = {"prompt": "abc", "max_tokens": 1, "user": "u" * (LARGE - 200)}
     assert SMALL_BYTES < len(json.dumps(body)) <= LARGE
     with running(tmp_path / "state", model=tiny_model, **settings) as server:
-        bodies = server.server.config.app.state.reader.bodies
+        bodies = server.server.config.app.state.bodies
         slow = [begin(server, "slow-key-0", LARGE) for _ in range(20)]
-        server.until(lambda: len(bodies._waiting) == 18)
+        server.until(lambda: len(bodies.waiting) == 18)
         assert bodies.held == LARGE
         with server.http("other-key") as http:
             for _ in range(3):
@@ -221,7 +219,7 @@ def test_slow_uploads_of_a_key_and_bodies_of_another(tmp_path, tiny_model):
             assert small.status_code == 200
         for connection in slow:
             connection.close()
-        server.until(lambda: not bodies.held and not bodies._own and not bodies._waiting)
+        server.until(lambda: not bodies.held and not bodies.own and not bodies.waiting)
         with server.http("slow-key-0") as http:
             assert http.post("/v1/completions", json=body).status_code == 200
         server.check()

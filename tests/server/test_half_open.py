@@ -53,7 +53,7 @@ def test_a_reader_that_takes_nothing_of_its_answer_is_given_up(tmp_path, tiny_mo
     monkeypatch.setattr(http_module, "READER_SECONDS", 0.5)
     large = request(n=100, logprobs=20, max_tokens=30)
     with running(tmp_path, model=tiny_model) as server, ExitStack() as stack:
-        server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         idle, reading = (stack.enter_context(socket.socket()) for _ in range(2))
         for connection in (idle, reading):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -61,8 +61,8 @@ def test_a_reader_that_takes_nothing_of_its_answer_is_given_up(tmp_path, tiny_mo
             connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         idle.sendall(large)
         connections = server.server.server_state.connections
-        server.until(lambda: any(one._reader is not None for one in connections))
-        server.until(lambda: all(one._reader is None for one in connections))
+        server.until(lambda: any(one.transport.get_write_buffer_size() for one in connections))
+        server.until(lambda: len(connections) == 1)
         head, _, body = read(idle).partition(b"\r\n\r\n")
         declared = re.search(rb"content-length: (\d+)", head)
         assert declared is not None
@@ -79,7 +79,7 @@ def test_a_reader_of_two_answers_is_not_given_up():
     protocol = HalfOpenProtocol.__new__(HalfOpenProtocol)
     protocol.loop, protocol.transport, protocol.cycle = Mock(), Mock(), Mock()
     protocol.transport.get_write_buffer_size.return_value = 100
-    protocol._watch_reader()
+    protocol.watch_reader()
     protocol.cycle = Mock()
     for aborted in (False, True):  # of the second, nothing was taken either
         _, look, *arguments = protocol.loop.call_later.call_args.args

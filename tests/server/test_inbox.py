@@ -14,11 +14,12 @@ from onestem.server.link.messages import Delta
 
 
 def is_news(inbox: Inbox) -> bool:
-    return inbox._news.is_set()
+    return inbox.has_news
 
 
 def take(inbox: Inbox) -> dict[tuple[int, int], CompletionOutput]:
-    inbox._news.clear()
+    if inbox.has_news:
+        asyncio.run(inbox.wait())
     return inbox.take()
 
 

@@ -227,7 +227,7 @@ def test_a_batch_that_ended_the_server_is_passed_by(tmp_path, tiny_model):
     held = Held()
     with running(tmp_path, model=tiny_model, change=held) as server, server.http() as http:
         bad, good = (create(http, lines(5))["id"] for _ in range(2))
-        server.until(lambda: server.service.jobs._active is not None)
+        server.until(lambda: server.service.jobs.active is not None)
         server.on_loop(server.service.jobs.stop)
         work = server.service.store.work / bad / "reading.json"
         assert not work.exists()  # it was stopped in good order

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from onestem.options import parse_memory
 from onestem.server.api import limits
 
 PML = '<prompt schema="nobody">Hello</prompt>'
@@ -187,7 +188,7 @@ def test_a_prompt_that_is_too_long(embedded):
 
 
 def test_a_body_that_is_too_long(embedded):
-    limit = embedded.settings.max_body_bytes
+    limit = parse_memory(embedded.settings.max_body)
     with embedded.http() as http:
         declared = http.post("/v1/completions", content=b" " * (limit + 1), headers=JSON)
         chunked = http.post("/v1/completions", content=iter([b" " * (1 << 20)] * 9), headers=JSON)

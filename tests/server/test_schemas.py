@@ -231,7 +231,7 @@ def test_requests_pass_an_encoding_and_the_engines_end_ends_it(tmp_path, tiny_mo
         body = {"pml": many_modules(100), "encode": True}
         put = pool.submit(http.put, "/v1/schemas/many", json=body)
         held.let(1)  # one module is there
-        server.until(lambda: held._finished >= 1)
+        server.until(lambda: held.finished >= 1)
         answer = pool.submit(ask, http, prompt="Hello", max_tokens=2)
         server.until(lambda: len(server.service.client.requests))
         held.let(50)

@@ -89,7 +89,7 @@ def test_a_client_that_goes_away_while_it_waits(slow):
 
 def test_a_reader_that_does_not_read_holds_up_nobody(slow):
     """Its pieces become one in the inbox; when it reads at last it gets every token, in order."""
-    slow._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections have it too
+    slow.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections have it too
     lazy = send(slow, max_tokens=400, stream=True, return_token_ids=True, n=8, seed=1)
     with slow.http() as http:
         body = {"prompt": [7] * 20, "ignore_eos": True, "max_tokens": 20, "n": 8}
@@ -137,8 +137,9 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
         id="r", kind="completion", model="m", tenant=EVERYBODY, requests=[request], stream=True,
         return_token_ids=True, chunk_size=ChunkSize(4), arrived=now, seconds=600.0,
     )  # fmt: skip
-    client = Mock()
-    reply = Reply(call, client, None, Mock())
+    service = Mock()
+    service.model.tokenizer = None
+    reply = Reply(call, service)
 
     async def streamed() -> list[bytes]:
         part, sent = call.inbox.part(0), []
@@ -159,8 +160,8 @@ def test_tokens_that_came_are_sent_before_the_error_that_ends_a_stream():
     assert events[1]["error"]["message"] == "gone"
     assert events[1]["error"]["param"] is None  # the body has no timeout
     assert rest.endswith(b"data: [DONE]\n\n")
-    client.requests.abort.assert_called_once()
-    assert client.requests.abort.call_args.args[0] == "r-0"
+    service.client.requests.abort.assert_called_once()
+    assert service.client.requests.abort.call_args.args[0] == "r-0"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -183,7 +184,7 @@ def test_the_openai_client_sees_an_error_in_a_stream(slow):
 
     with openai.OpenAI(base_url=f"{slow.url}/v1", api_key="x", max_retries=0) as client:
         stream = client.completions.create(
-            model=slow.settings.names[0], prompt=[7] * 20, max_tokens=1900, n=8, stream=True,
+            model=slow.model.names[0], prompt=[7] * 20, max_tokens=1900, n=8, stream=True,
             extra_body={"ignore_eos": True, "timeout": 0.05},
         )  # fmt: skip
         with pytest.raises(openai.APIError, match="no answer within"):

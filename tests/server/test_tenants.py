@@ -145,7 +145,7 @@ def test_prefixes_files_and_batches_belong_to_a_key(keyed):
         assert bob.delete("/v1/prefixes/support").status_code == 403
         # A key's own prefix of the same name is another one.
         assert bob.put("/v1/prefixes/mine", json={"text": "bob's"}).json()["version"] == 1
-        keyed.until(lambda: keyed.service.jobs._active is None)
+        keyed.until(lambda: keyed.service.jobs.active is None)
         for http in (alice, bob):
             assert http.delete("/v1/prefixes/mine").status_code == 200
 
@@ -209,4 +209,4 @@ def test_memory_is_shown_under_its_owners_names(keyed):
 def test_batches_have_the_weight_of_their_key(keyed):
     """Their grammars take turns as the key's requests do; a key that is gone has the usual one."""
     jobs = keyed.service.jobs
-    assert [jobs._tenant(name).weight for name in ("alice", "bob", "gone", "")] == [1, 2, 1, 1]
+    assert [jobs.tenant(name).weight for name in ("alice", "bob", "gone", "")] == [1, 2, 1, 1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import onestem
-from onestem.cost.timing import cpu_ms, graph_ms
+from onestem.cost.timing import graph_ms
 from onestem.errors import ConfigError, first_line
 from onestem.ops.dispatch import resolve
 from onestem.ops.kv import laid_out, read_kv
@@ -24,6 +24,7 @@ from onestem.threads import ram_bytes
 from onestem_lab.attention.cases import Case, Heads, Step, make_tensors, tensor_bytes
 from onestem_lab.attention.peers import PEERS, Call, Inputs, absent_peers
 from onestem_lab.attention.rates import Rates, measure_rates
+from onestem_lab.timing import cpu_ms
 
 __all__ = ["bench_attention", "device_facts", "measure_step", "memory_bytes", "summary"]
 
@@ -164,15 +165,15 @@ def measure_step(
     own, unshared = (chosen.prepare(step.plan, share=each) for each in (share, False))
     # In the layout that an engine uses.
     head_major = chosen.head_major(heads.head_dim, heads.dtype)
-    pages = [laid_out(x, head_major=True) if head_major else x for x in (k, v)]
+    own_k, own_v = (laid_out(x, head_major=True) if head_major else x for x in (k, v))
     entry: dict[str, Any] = {"attention": chosen.name, **_work(step, heads)}
     rows = _some_rows(step)
     want = _attend_rows(step, rows, q, k, v, torch.float64)
     plain = _max_error(_attend_rows(step, rows, q, k, v, heads.dtype), want)
     others, refused = _peer_calls(Inputs(step, heads, q, k, v), against)
     calls = {
-        OWN: Call(lambda: own.attend(q, *pages).out),
-        UNSHARED: Call(lambda: unshared.attend(q, *pages).out),
+        OWN: Call(lambda: own.attend(q, own_k, own_v).out),
+        UNSHARED: Call(lambda: unshared.attend(q, own_k, own_v).out),
         **others,
     }
     errors = {name: _max_error(call.rows(call.run())[rows], want) for name, call in calls.items()}

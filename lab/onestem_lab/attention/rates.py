@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from onestem.cost.timing import events_ms, least_seconds
+from onestem.cost.timing import events_ms
+from onestem_lab.timing import least_seconds
 
 __all__ = ["Rates", "measure_rates", "product_rate"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onestem.cli import options
 from onestem.errors import ConfigError
+from onestem_lab.cli.given import refuse_given
 
 if TYPE_CHECKING:
     from onestem_lab.attention.cases import Case, Heads
@@ -69,7 +69,7 @@ def attention(
         Heads(*pair, head_dim, dtype_of(dtype), page_size) for pair in head_counts(heads)
     )
     if case is not None:
-        options.refuse_given(context, SIZES, "has no effect with --case")
+        refuse_given(context, SIZES, "has no effect with --case")
     for shape in shapes:
         check_heads(shape, device)
     cases = _cases(case, groups, degree, prefix, suffix)

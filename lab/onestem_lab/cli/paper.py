@@ -17,6 +17,7 @@ from onestem.cli import options
 from onestem.files import check_place, write_whole
 from onestem.interrupts import exit_on_sigterm
 from onestem.options import EngineOptions
+from onestem_lab.cli.given import refuse_given
 
 if TYPE_CHECKING:
     from onestem_lab.papers.bench import Bench
@@ -118,7 +119,7 @@ def _refuse_unread(context: typer.Context, experiment: Experiment) -> None:
 
     read = READ_WITHOUT_MODEL.get(type(experiment.measure), ENGINE)
     unread = [name for name in ENGINE if name not in read]
-    options.refuse_given(context, unread, f"has no effect on {experiment.name}")
+    refuse_given(context, unread, f"has no effect on {experiment.name}")
 
 
 def _run_all(

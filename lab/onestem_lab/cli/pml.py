@@ -12,6 +12,7 @@ import typer
 
 from onestem.cli import options
 from onestem.options import EngineOptions
+from onestem_lab.cli.given import refuse_given
 
 __all__ = ["pml"]
 
@@ -74,7 +75,7 @@ def pml(
     if case not in ("first-token", "library"):
         raise ConfigError(f"case is {case!r}, expected first-token or library")
     if case == "library":
-        options.refuse_given(context, FIRST_TOKEN, "is of --case first-token")
+        refuse_given(context, FIRST_TOKEN, "is of --case first-token")
         asked = LibraryCase(
             prompts=prompts,
             library=library,
@@ -87,7 +88,7 @@ def pml(
         )
         result = measure_library(options.load_llm(engine), asked)
     else:
-        options.refuse_given(context, LIBRARY, "is of --case library")
+        refuse_given(context, LIBRARY, "is of --case library")
         first = FirstTokenCase(
             cached=cached,
             new=new,

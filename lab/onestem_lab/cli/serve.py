@@ -18,6 +18,7 @@ from onestem.files import check_apart
 from onestem.models.fields import Fields, read_json
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
+from onestem_lab.cli.given import refuse_given
 from onestem_lab.lengths import length_files, parse_lengths
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def serve(
 def _refuse_server_options(context: typer.Context) -> None:
     """Refuse options of our own server for one that runs already."""
     own = [name for name in EngineOptions.offered() if name not in SHARED]
-    options.refuse_given(context, [*own, "app", "log"], "is for our own server, not --base-url's")
+    refuse_given(context, [*own, "app", "log"], "is for our own server, not --base-url's")
 
 
 def _workload(*, app: list[str], **sizes: Any) -> Workload:
@@ -296,12 +297,13 @@ def _server(
     app: list[str],
     log: Path | None,
 ) -> Iterator[str]:
+    from onestem_lab.load.flags import flags_of
     from onestem_lab.load.server import free_port, onestem_command, serving
 
     if base_url is not None:
         yield base_url
         return
-    arguments = engine.flags() + [f"--app={entry}" for entry in app]
+    arguments = flags_of(engine) + [f"--app={entry}" for entry in app]
     if config is not None:  # in place of ONESTEM_CONFIG's, which it would read
         arguments.append(f"--config={config}")
     port = free_port()

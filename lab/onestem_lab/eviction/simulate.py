@@ -16,6 +16,7 @@ from onestem.cache import PagePool, PrefixCache
 from onestem.cache.idle import IdleRuns
 from onestem.engine.outputs import EngineStats
 from onestem.engine.schedule.admission import SequenceFactory
+from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import HybridQueue, PlannedQueue
@@ -136,7 +137,8 @@ class Simulation:
             max_model_len=memory, together=True, seed=0, stats=EngineStats(),
         )  # fmt: skip
         limits = StepLimits(step_tokens=STEP_TOKENS)
-        return Scheduler(cache, self._queue, self._factory, pins, limits=limits)
+        answers = AnswerMemory(AnswerLimit(most=0, max_model_len=1, kv_tokens=1))
+        return Scheduler(cache, self._queue, self._factory, pins, limits=limits, answers=answers)
 
     def _expect(self, seconds: float, name: str) -> None:
         heapq.heappush(self._coming, (seconds, next(self._numbers), name))

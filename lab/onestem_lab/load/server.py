@@ -18,7 +18,6 @@ import httpx2
 
 from onestem.errors import ConfigError
 from onestem.interrupts import exit_on_sigterm
-from onestem.processes import ends_with_us
 
 __all__ = ["free_port", "onestem_command", "serving"]
 
@@ -59,7 +58,7 @@ def serving(
     """
     with exit_on_sigterm(), log.open("w+b") if log else tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(
-            ends_with_us(command),
+            _ends_with_us(command),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
@@ -72,6 +71,18 @@ def serving(
             yield base_url
         finally:
             _stop(process)
+
+
+def _ends_with_us(command: Sequence[str]) -> list[str]:
+    """The command that runs another one in its own process, to which Linux sends SIGTERM when the
+    thread that starts it ends: also where this process is killed and cleans nothing up."""
+    code = (
+        "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1; "
+        "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM); "
+        f"os.getppid() == {os.getpid()} or sys.exit('the process that started this has ended'); "
+        "os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-S", "-c", code, *command]
 
 
 def _wait_until_ready(

@@ -13,6 +13,7 @@ from onestem.bench import BatchCase, Lengths, run_batch
 from onestem.options import Levels, ShareMode
 from onestem.planner import JobPlan, plan_job
 from onestem.planner.report import saving_ratio
+from onestem_lab.cases import batch_of, longest_of
 from onestem_lab.lengths import Scaled
 from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Step
@@ -124,7 +125,7 @@ class JobRuns:
         settings = bench.thin_table(self.settings, attrgetter("at"))
         longest: dict[str, int] = {}
         for one in settings:
-            tokens = scaled_job(one.job, bench).longest
+            tokens = longest_of(scaled_job(one.job, bench))
             longest[one.model] = max(tokens, longest.get(one.model, 0))
         steps: list[Step] = [
             partial(self._measure, bench, setting, mode, longest[setting.model])
@@ -184,7 +185,7 @@ def answered(
     job, told = scaled_job(setting.job, bench), {**mode.options, **options}
     llm = bench.llm(setting.model, longest, mode.share, **told)
     if mode.batch is not None:
-        most = job.batch_of(llm.kv_tokens, mode.batch)
+        most = batch_of(job, llm.kv_tokens, mode.batch)
         llm = bench.llm(setting.model, longest, mode.share, **told, max_num_seqs=most)
     return run_batch(llm, job)
 

@@ -15,6 +15,7 @@ from onestem.options import ShareMode
 from onestem_lab.lengths import DATA_SETS, LogNormal
 from onestem_lab.load.client import Target
 from onestem_lab.load.crowd import default_clients
+from onestem_lab.load.flags import flags_of
 from onestem_lab.load.run import Bench as Load
 from onestem_lab.load.run import model_name
 from onestem_lab.load.search import RateSearch
@@ -66,7 +67,7 @@ class SustainableRates:
         vocabulary = ModelConfig.from_directory(find_model(options.model)).vocab_size
         port, near = free_port(), None
         with TemporaryDirectory() as state:
-            command = onestem_command(port, Path(state), options.flags())
+            command = onestem_command(port, Path(state), flags_of(options))
             with serving(command, port) as url:
                 for system in systems:
                     tokens = bench.size(system)

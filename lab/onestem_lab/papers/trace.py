@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from onestem_lab.cases import longest_of
 from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Step
 from onestem_lab.papers.jobs import Mode, Setting, answered, scaled_job
@@ -37,7 +38,7 @@ class StepRows:
         return [partial(self._measure, bench, mode) for mode in self.modes]
 
     def _measure(self, bench: Bench, mode: Mode) -> Iterable[Cell]:
-        longest = scaled_job(self.setting.job, bench).longest
+        longest = longest_of(scaled_job(self.setting.job, bench))
         with TemporaryDirectory() as folder:
             file = Path(folder) / "trace.jsonl"
             figures = answered(bench, self.setting, mode, longest, trace=str(file))

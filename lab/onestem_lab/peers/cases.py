@@ -10,6 +10,7 @@ from typing import Any
 
 from onestem.bench import BatchCase
 from onestem.shapes import find_shape
+from onestem_lab.cases import prompts_of
 from onestem_lab.peers.runners.job import Group, Job
 
 __all__ = ["CASES", "Case", "kv_bytes_per_token"]
@@ -83,7 +84,7 @@ class Case:
             self.order,
             seed,
         )
-        return case.prompts(vocab_size)
+        return prompts_of(case, vocab_size)
 
     def _groups(self, prompts: list[list[int]]) -> list[Group]:
         members: dict[tuple[int, ...], list[int]] = {}

@@ -95,8 +95,8 @@ def measure_rates(dtype: str) -> Rates:
     is a bound, so the fastest repeat of each counts."""
     import torch
 
-    from onestem.cost.timing import least_seconds
     from onestem_lab.attention.rates import product_rate
+    from onestem_lab.timing import least_seconds
 
     big = torch.ones(2**28, dtype=torch.float32)
     other = torch.empty_like(big)

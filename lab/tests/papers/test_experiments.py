@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +25,7 @@ from onestem.llm import LLM
 from onestem.models.find import find_model
 from onestem.options import EMBEDDED, EngineOptions
 from onestem.request import SamplingParams
+from onestem_lab.cases import batch_of, prompts_of
 from onestem_lab.lengths import Poisson, Uniform
 from onestem_lab.papers.accuracy import Accuracy
 from onestem_lab.papers.attention import relay_speedup
@@ -43,6 +45,7 @@ from onestem_lab.papers.report import html_of, picture_of
 from onestem_lab.papers.run import run_experiment
 from onestem_lab.papers.serve import SustainableRates
 from onestem_lab.papers.table import table_of, text_of
+from tests.soak import soaked
 
 SCALE = 0.01
 TINY = {
@@ -107,7 +110,16 @@ def cut(experiment: Experiment) -> Experiment:
     return experiment
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def one_of_each_kind() -> Iterator[object]:
+    """All experiments; those after the first of a kind of measure are left to `make soak`."""
+    known = set()
+    for name, experiment in EXPERIMENTS.items():
+        kind = type(experiment.measure)
+        yield soaked(name) if kind in known else name
+        known.add(kind)
+
+
+@pytest.mark.parametrize("name", list(one_of_each_kind()))
 def test_each_runs(name, bench, untold):
     experiment = cut(EXPERIMENTS[name])
     result = run_experiment(experiment, untold if name in OWN_MODEL else bench, "command")
@@ -122,6 +134,7 @@ def test_each_runs(name, bench, untold):
     assert name in html_of([(experiment, result)])
 
 
+@pytest.mark.soak
 def test_medians_of_turns_count(tiny):
     told = options("full", model=tiny, random_weights=True)
     with Bench(told, scale=SCALE, repeat=3) as bench:
@@ -133,6 +146,7 @@ def test_medians_of_turns_count(tiny):
     assert result["discarded"] == 1
 
 
+@pytest.mark.soak
 def test_no_rate_holds_below_an_impossible_limit(bench):
     (cell,) = rates(bench, limit=1e-9)
     assert cell["value"] is None
@@ -191,7 +205,7 @@ def test_jobs_that_are_compared_have_the_same_size(scale, part):
     assert one == pytest.approx(120 * 128 * scale * part, rel=0.01)
     assert two == pytest.approx(one, rel=0.01)
     if scale == 1:
-        assert len({made.batch_of(200_000, shared=1) for made in jobs}) == 1
+        assert len({batch_of(made, 200_000, shared=1) for made in jobs}) == 1
 
 
 def test_the_equal_batch_is_that_of_the_baseline(tmp_path):
@@ -278,19 +292,19 @@ def test_a_batch_is_counted_by_what_is_not_shared(degree, seed):
     )
     requests = made.requests(10**9)
     total = sum(len(ids) + output for ids, output in requests)
-    assert made.batch_of(5000, shared=0) == int(5000 / (total / len(requests)))
-    assert made.batch_of(5000, shared=1) == int((5000 - 14) / (total / len(requests) - 7))
-    assert made.batch_of(1, shared=0) == 1
+    assert batch_of(made, 5000, shared=0) == int(5000 / (total / len(requests)))
+    assert batch_of(made, 5000, shared=1) == int((5000 - 14) / (total / len(requests) - 7))
+    assert batch_of(made, 1, shared=0) == 1
 
 
 def test_a_drawn_number_of_branches_makes_that_many_requests():
     made = BatchCase(1, (40, Poisson(2.05)), (5, 20), 3, 1, "sorted", 0)
-    prompts = [tuple(ids) for ids in made.prompts(10**9)]
+    prompts = [tuple(ids) for ids in prompts_of(made, 10**9)]
     assert len({ids[:5] for ids in prompts}) == 1
     degrees = Counter(ids[:25] for ids in prompts).values()
     assert len(degrees) == 40
     assert len(set(degrees)) > 2
-    by_turns = replace(made, input_order="round-robin").prompts(10**9)
+    by_turns = prompts_of(replace(made, input_order="round-robin"), 10**9)
     assert sorted(map(tuple, by_turns)) == sorted(prompts)
 
 
@@ -400,6 +414,7 @@ def test_the_first_line_of_an_answer_counts(answer, right):
 # ------------------------------------------------------------------ BatchLLM's 70B in 4 bits
 
 
+@pytest.mark.soak
 def test_a_shape_in_4_bits_on_two_devices(untold, monkeypatch):
     loaded = []
     monkeypatch.setattr(

@@ -145,6 +145,10 @@ class GrammarCompiler:
         limits: of what a format may take.
 
     xgrammar is imported with the first format that needs it.
+
+    Attributes:
+        kept: what was compiled.
+        tasks: what is being compiled or waits for it, by the formats' keys.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class GrammarCompiler:
         limits: GrammarLimits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits or GrammarLimits()
+        self.limits = limits or GrammarLimits()
         self.vocab_size = vocab_size or tokenizer.vocab_size
         eos = tokenizer.eos_token_id
         named = (() if eos is None else (eos,)) if stop_token_ids is None else stop_token_ids
@@ -163,11 +167,11 @@ class GrammarCompiler:
         self._lock = threading.RLock()  # held for moments, never while compiling
         self._loading = threading.Lock()
         self._loaded_once: tuple[Trials, xgrammar.TokenizerInfo] | None = None
-        self._kept = Kept(self._limits.all_kept_bytes)
-        self._tasks: dict[str, _Task] = {}
+        self.kept = Kept(self.limits.all_kept_bytes)
+        self.tasks: dict[str, _Task] = {}
         self._checked: OrderedDict[str, None] = OrderedDict()
         num_slow = 1 if (os.cpu_count() or 1) < _MANY_CORES else 2
-        short = self._limits.short_tries
+        short = self.limits.short_tries
         self._lanes: list[Lane[_Task]] = [
             Lane(
                 f"grammars {place}",
@@ -180,17 +184,14 @@ class GrammarCompiler:
         for lane in self._lanes:
             weakref.finalize(self, lane.close)
 
-    def compile(
-        self, response_format: Mapping[str, Any] | None, output_token_ids: Iterable[int] = ()
-    ) -> GrammarState | None:
+    def compile(self, response_format: Mapping[str, Any] | None) -> GrammarState | None:
         """A new sequence's state; None where the format is text. Waits until it is compiled.
 
         Args:
             response_format: OpenAI's object.
-            output_token_ids: tokens that the sequence has already sampled.
 
         Raises:
-            RequestError: the format or its schema is not valid, or the tokens do not follow it.
+            RequestError: the format or its schema is not valid.
             UnsupportedError: the schema uses what cannot be enforced or is too large, or xgrammar
                 is not installed.
         """
@@ -198,12 +199,9 @@ class GrammarCompiler:
         if grammar is None:
             return None
         try:
-            state = self.state(grammar)
+            return self.state(grammar)
         finally:
             grammar.cancel()  # an interrupt: nobody waits for it
-        for token in output_token_ids:
-            state.accept(token)
-        return state
 
     def check(self, response_format: Mapping[str, Any] | None) -> None:
         """Check a format, once for each.
@@ -247,7 +245,7 @@ class GrammarCompiler:
         name = wanted.key
         grammar: Future[Grammar] = Future()
         with self._lock:
-            known = self._kept.get(name)
+            known = self.kept.get(name)
             if known is None:
                 self._wait(grammar, name, wanted, key, weight)
         if isinstance(known, Grammar):
@@ -265,7 +263,7 @@ class GrammarCompiler:
         for lane in self._lanes:
             lane.close()
         with self._lock:
-            waiting = [grammar for task in self._tasks.values() for grammar in task.waiting]
+            waiting = [grammar for task in self.tasks.values() for grammar in task.waiting]
         for grammar in waiting:
             grammar.cancel()
         if self._loaded_once is not None:
@@ -275,9 +273,9 @@ class GrammarCompiler:
         self, grammar: Future[Grammar], name: str, wanted: _Wanted, key: str, weight: float
     ) -> None:
         """Have a format compiled for a caller, which gets it by `grammar`."""
-        task = self._tasks.get(name)
+        task = self.tasks.get(name)
         if task is None:
-            task = self._tasks[name] = _Task(name, wanted)
+            task = self.tasks[name] = _Task(name, wanted)
         task.waiting[grammar] = key, weight
         if not task.begun:
             self._lanes[task.place].push(task, key, weight)
@@ -287,9 +285,9 @@ class GrammarCompiler:
         """Somebody does not wait any more."""
         with self._lock:
             task.waiting.pop(grammar, None)
-            if task.waiting or self._tasks.get(task.key) is not task:
+            if task.waiting or self.tasks.get(task.key) is not task:
                 return
-            del self._tasks[task.key]
+            del self.tasks[task.key]
             self._lanes[task.place].discard(task)
             if task.trial is not None:
                 task.trial.end()
@@ -298,7 +296,7 @@ class GrammarCompiler:
         """Compile a task, and answer the callers that wait for it."""
         with self._lock:
             # Somebody may have queued it again just when it was taken.
-            if task.begun or task.place != place or self._tasks.get(task.key) is not task:
+            if task.begun or task.place != place or self.tasks.get(task.key) is not task:
                 return
             task.begun = True
         result: Grammar | BaseException
@@ -315,13 +313,13 @@ class GrammarCompiler:
                 for key, weight in task.waiting.values():
                     self._lanes[task.place].push(task, key, weight)
                 return
-            if self._tasks.get(task.key) is not task:
+            if self.tasks.get(task.key) is not task:
                 return
-            del self._tasks[task.key]
+            del self.tasks[task.key]
             if isinstance(result, Grammar):
-                self._kept.add(task.key, result)
+                self.kept.add(task.key, result)
             elif isinstance(result, CostlyGrammarError) and result.lasts:
-                self._kept.add_failure(task.key, copy(result))
+                self.kept.add_failure(task.key, copy(result))
             waiting = list(task.waiting)
         for grammar in waiting:
             if not grammar.set_running_or_notify_cancel():
@@ -342,7 +340,7 @@ class GrammarCompiler:
         return task.tries < MOST_TRIES
 
     def _compiled(self, task: _Task) -> Grammar:
-        trials, info = self._loaded()
+        trials, info = self.loaded()
         wanted = task.wanted
         if wanted.tags is not None:
             check_depth(wanted.tags)
@@ -353,7 +351,7 @@ class GrammarCompiler:
             "is_costly": wanted.tags is not None and not is_simple(wanted.tags),
             "unchecked": not self._is_checked(task.key),
         }
-        *idle, last = self._limits.paces[task.place]
+        *idle, last = self.limits.paces[task.place]
         for pace in idle:
             try:
                 found = self._answer(trials, task, asked, pace)
@@ -401,7 +399,8 @@ class GrammarCompiler:
         never = self._tokenizer.special_ids.difference(self.stop_token_ids, named)
         return ~packed(never, (self.vocab_size + 31) // 32)
 
-    def _loaded(self) -> tuple[Trials, xgrammar.TokenizerInfo]:
+    def loaded(self) -> tuple[Trials, xgrammar.TokenizerInfo]:
+        """The processes that compile, and the vocabulary as xgrammar has it; made once."""
         with self._loading:
             if self._loaded_once is None:
                 self._loaded_once = self._load()
@@ -427,7 +426,7 @@ class GrammarCompiler:
             "short": max(SHORT, longest_entry(quoting, in_json=True)),
             "short_in_tags": max(SHORT, longest_entry(quoting, in_json=False)),
         }
-        return Trials(setup, self._limits), info
+        return Trials(setup, self.limits), info
 
 
 def _xgrammar() -> Any:

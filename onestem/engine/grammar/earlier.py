@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onestem.engine.grammar.tags import tags_of
+from onestem.engine.grammar.tags import changed, tags_of
 from onestem.request import whitespace_of
 
 __all__ = ["as_earlier"]
@@ -21,21 +21,16 @@ def as_earlier(response_format: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(response_format)
     kind = made["type"]
     if kind == "structural_tag":
-        return {"type": kind, "format": _compact(tags_of(made))}
+        return {"type": kind, "format": changed(tags_of(made), _compact)}
     if kind.startswith("json") and whitespace_of(made) is None:
         made |= {"whitespace": "compact", "any_whitespace": None}
     return made
 
 
-def _compact(value: Any) -> Any:
-    if isinstance(value, list):
-        return list(map(_compact, value))
-    if not isinstance(value, Mapping):
-        return value
-    if value.get("type") != "json_schema":
-        return {name: _compact(part) for name, part in value.items()}
-    made = dict(value)
-    spaced = made.pop("spaced", False)
-    if made.get("style", "json") != "json":
-        return made
-    return {"whitespace": "spaced" if spaced else "compact", **made}
+def _compact(one: dict[str, Any]) -> dict[str, Any]:
+    if one.get("type") != "json_schema":
+        return one
+    spaced = one.pop("spaced", False)
+    if one.get("style", "json") != "json":
+        return one
+    return {"whitespace": "spaced" if spaced else "compact", **one}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from onestem.engine.grammar.schema import SCHEMA, subschemas, unescape_references
+from onestem.engine.grammar.tags import changed
 
 __all__ = ["SHORT", "Refused", "ebnf_of", "longest_entry", "with_grammars"]
 
@@ -41,12 +42,7 @@ _OPENING = frozenset(b":,[{ \n\r\t")  # what precedes a value in JSON
 
 
 class Refused(Exception):
-    """The compiler refuses a schema. Attributes: `name`: the schema's; `reason`: what it says."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+    """The compiler refuses a schema. Its arguments: the schema's name, and what is said of it."""
 
 
 def ebnf_of(
@@ -205,21 +201,21 @@ def with_grammars(native: Any, value: Any, short: int) -> Any:
     Raises:
         Refused: xgrammar refuses a schema.
     """
-    if isinstance(value, list):
-        return [with_grammars(native, part, short) for part in value]
-    if not isinstance(value, dict):
-        return value
-    schema = value.get("json_schema")
-    if value.get("type") != "json_schema" or not isinstance(schema, dict):
-        return {key: with_grammars(native, part, short) for key, part in value.items()}
-    if value.get("style", "json") != "json":
-        return {key: value[key] for key in value.keys() - {"name"}}
-    grammar = ebnf_of(
-        native,
-        schema,
-        strict=True,
-        short=short,
-        whitespace=value.get("whitespace", "spaced"),
-        name=value.get("name", "a json_schema of response_format.format"),
-    )
-    return {"type": "grammar", "grammar": grammar}
+
+    def change(one: dict[str, Any]) -> dict[str, Any]:
+        schema = one.get("json_schema")
+        if one.get("type") != "json_schema" or not isinstance(schema, dict):
+            return one
+        if one.get("style", "json") != "json":
+            return {key: one[key] for key in one.keys() - {"name"}}
+        grammar = ebnf_of(
+            native,
+            schema,
+            strict=True,
+            short=short,
+            whitespace=one.get("whitespace", "spaced"),
+            name=one.get("name", "a json_schema of response_format.format"),
+        )
+        return {"type": "grammar", "grammar": grammar}
+
+    return changed(value, change)

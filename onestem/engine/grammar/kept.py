@@ -14,26 +14,28 @@ _MOST_FAILURES = 1_000
 class Kept:
     """Grammars by their formats' keys, least recently used first, up to `most_bytes`; those that
     sequences are in stay beyond it, since forgetting them frees nothing. Errors of those that are
-    too costly are kept too, so that none is tried again. Not safe to use from several threads.
+    too costly are kept too (`failures`), so that none is tried again. Not safe to use from several
+    threads.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.num_bytes = 0
         self._most_bytes = most_bytes
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._failures: OrderedDict[str, Exception] = OrderedDict()
+        self.failures: OrderedDict[str, Exception] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._grammars)
 
     def get(self, key: str) -> Grammar | Exception | None:
         """What became of a format; None: that is not known."""
-        for found in (self._grammars, self._failures):
+        for found in (self._grammars, self.failures):
             if key in found:
                 found.move_to_end(key)
-        return self._grammars.get(key) or self._failures.get(key)
+        return self._grammars.get(key) or self.failures.get(key)
 
     def add(self, key: str, grammar: Grammar) -> None:
+        """Keep a grammar, and forget others that are too much then."""
         self._grammars[key] = grammar
         self.num_bytes += grammar.num_bytes
         for other in list(self._grammars):
@@ -43,6 +45,7 @@ class Kept:
                 self.num_bytes -= self._grammars.pop(other).num_bytes
 
     def add_failure(self, key: str, error: Exception) -> None:
-        self._failures[key] = error
-        if len(self._failures) > _MOST_FAILURES:
-            self._failures.popitem(last=False)
+        """Keep what is raised for a format."""
+        self.failures[key] = error
+        if len(self.failures) > _MOST_FAILURES:
+            self.failures.popitem(last=False)

@@ -40,6 +40,9 @@ class Lane(Generic[T]):
         advance: seconds that a new key counts as having had. So one whose tasks are known to be
             short goes before many new ones.
         work: does a task; must not raise.
+
+    Attributes:
+        changed: held while lines change, and told of it.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Lane(Generic[T]):
         self._num_threads = num_threads
         self._work = work
         self._advance = advance
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._lines: dict[str, _Line[T]] = {}
         self._now = 0.0
         self._started = 0
@@ -58,7 +61,7 @@ class Lane(Generic[T]):
 
     def push(self, task: T, key: str, weight: float) -> None:
         """Have a task done in a key's turn; `weight`: the key's share from now on."""
-        with self._changed:
+        with self.changed:
             line = self._lines.get(key)
             if line is None:
                 line = self._lines[key] = _Line(self._now + self._advance)
@@ -71,20 +74,20 @@ class Lane(Generic[T]):
                 # One that waits for a process must not keep the program from ending.
                 threading.Thread(target=self._run, name=name, daemon=True).start()
                 self._started += 1  # not where there is no thread to be had
-            self._changed.notify()
+            self.changed.notify()
 
     def discard(self, task: T) -> None:
         """Forget a task that nobody has begun."""
-        with self._changed:
+        with self.changed:
             self._forget(task)
 
     def close(self) -> None:
         """Begin no more tasks."""
         if self._owner != os.getpid():
             return  # a fork: a thread that it does not have may hold the lock
-        with self._changed:
+        with self.changed:
             self._closed = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _forget(self, task: T) -> None:
         for line in self._lines.values():
@@ -95,14 +98,14 @@ class Lane(Generic[T]):
             task, line = taken
             began = time.monotonic()
             self._work(task)
-            with self._changed:
+            with self.changed:
                 line.mark += (time.monotonic() - began) / line.weight
                 line.running -= 1
             del task, taken
 
     def _take(self) -> tuple[T, _Line[T]] | None:
         """The next task and its line, when there is one; None: the lane is closed."""
-        with self._changed:
+        with self.changed:
             while not self._closed:
                 ready = [line for line in self._lines.values() if line.waiting]
                 if ready:
@@ -113,15 +116,15 @@ class Lane(Generic[T]):
                     self._forget(task)
                     self._forget_idle()
                     return task, line
-                self._changed.wait()
+                self.changed.wait()
             return None
 
     def _forget_idle(self) -> None:
         """Many lines that wait for nothing, and owe nothing, are as good as new ones."""
         if len(self._lines) < _MANY_LINES:
             return
-        for key in [k for k, one in self._lines.items() if self._owes_nothing(one)]:
-            del self._lines[key]
-
-    def _owes_nothing(self, line: _Line[T]) -> bool:
-        return not (line.waiting or line.running) and line.mark <= self._now
+        self._lines = {
+            key: line
+            for key, line in self._lines.items()
+            if line.waiting or line.running or line.mark > self._now
+        }

@@ -23,7 +23,7 @@ class Grammar:
 
     Args:
         compiled: by xgrammar.
-        allowed: the tokens it may ever allow, bits packed as in a mask.
+        allowed: int32 `[ceil(vocab / 32)]`: the tokens it may ever allow, packed as in a mask.
         num_bytes: about what it keeps. xgrammar's own count leaves most of it out.
     """
 

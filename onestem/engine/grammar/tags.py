@@ -18,6 +18,7 @@ from onestem.request import MAX_DEPTH, Whitespace, is_deep
 
 __all__ = [
     "FIELDS",
+    "changed",
     "check_depth",
     "check_tags",
     "is_simple",
@@ -69,8 +70,8 @@ def tags_of(response_format: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "grammar":
         return {"type": "grammar", "grammar": response_format["grammar"]}
     if kind == "choice":
-        values = response_format["choice"]
-        return {"type": "or", "elements": [_text(value) for value in values]}
+        texts = [{"type": "const_string", "value": text} for text in response_format["choice"]]
+        return {"type": "or", "elements": texts}
     if kind != "structural_tag":
         return None
     given = response_format.get("format")
@@ -93,10 +94,6 @@ def _older(response_format: Mapping[str, Any]) -> dict[str, Any]:
         for place, one in enumerate(response_format["structures"])
     ]
     return {"type": "triggered_tags", "triggers": response_format["triggers"], "tags": tags}
-
-
-def _text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
 
 
 def check_depth(tags: Format) -> None:
@@ -186,6 +183,17 @@ def _choices(tag: object) -> int:
     return 1 + max(inside, default=_MANY) if kind in _CHOICES else _MANY
 
 
+def changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """A tag with all formats of it changed, from the inside out; there are none inside schemas."""
+    if isinstance(value, (list, tuple)):
+        return [changed(part, change) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("type") == "json_schema":
+        return change(dict(value))
+    return change({name: changed(part, change) for name, part in value.items()})
+
+
 def with_token_ids(value: Any, control_token: Callable[[str], int | None]) -> Any:
     """A tag with control tokens as ids.
 
@@ -197,26 +205,20 @@ def with_token_ids(value: Any, control_token: Callable[[str], int | None]) -> An
         known = control_token(one) if isinstance(one, str) else None
         return one if known is None else known
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [convert(part) for part in value]
-        if not isinstance(value, Mapping) or value.get("type") == "json_schema":
-            return value
-        kind = value.get("type")
-        made = {name: convert(part) for name, part in value.items()}
-        if kind == "token":
+    def change(made: dict[str, Any]) -> dict[str, Any]:
+        if made.get("type") == "token":
             made["token"] = token(made.get("token"))
         for name in ("trigger_tokens", "exclude_tokens"):
             if isinstance(made.get(name), list):
                 made[name] = list(map(token, made[name]))
-        if kind == "token_dispatch" and isinstance(made.get("rules"), list):
+        if made.get("type") == "token_dispatch" and isinstance(made.get("rules"), list):
             made["rules"] = [
                 [token(rule[0]), *rule[1:]] if isinstance(rule, list) and rule else rule
                 for rule in made["rules"]
             ]
         return made
 
-    return convert(value)
+    return changed(value, change)
 
 
 def named_tokens(tag: Any) -> set[int]:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import socket
 import struct
-import subprocess
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
-from onestem import children
+from onestem.children import Limits, Process
 from onestem.engine.grammar.schema import unusable
 from onestem.engine.grammar.trial_process import COMPILE, END, HEAD
 from onestem.errors import OnestemError, RequestError, UnsupportedError
@@ -52,7 +49,7 @@ class Pace(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrammarLimits(children.Limits):
+class GrammarLimits(Limits):
     """What one grammar may take to compile, and to write some tokens under it if it may be costly;
     and:
 
@@ -129,9 +126,9 @@ class Trials:
 
     def __init__(self, setup: Mapping[str, Any], limits: GrammarLimits) -> None:
         self._setup = json.dumps({**setup, **asdict(limits)}).encode()
-        self._limits = limits
+        self.limits = limits
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: _Forker | None = None
         self._closed = False
 
     def start(self, task: Mapping[str, Any], name: str, pace: Pace) -> Trial:
@@ -148,21 +145,28 @@ class Trials:
         asked = json.dumps({**task, **pace._asdict()}).encode()
         try:
             try:
-                return Trial(self._running(), asked, name, pace, self._limits)
+                return Trial(self.process, asked, name, pace, self.limits)
             except ConnectionError:  # it ended just now
-                return Trial(self._running(), asked, name, pace, self._limits)
+                return Trial(self.process, asked, name, pace, self.limits)
         except OSError as error:  # the system has no more processes, say
             raise _passing(CostlyGrammarError(f"{name} cannot be compiled now: {error}")) from error
 
-    def _running(self) -> _Process:
+    @property
+    def process(self) -> _Forker:
+        """The process that all are forked from, which runs.
+
+        Raises:
+            OSError: it cannot be started.
+            UnsupportedError: this was closed.
+        """
         with self._lock:
             if self._closed:
                 raise UnsupportedError("the engine is closed, and compiles no response_format")
-            if self._process is not None and self._process.has_ended:
-                process, self._process = self._process, None
-                process.end()
-            if self._process is None:
-                self._process = _Process(self._setup, self._limits.start_seconds)
+            if self._process is None or self._process.has_ended:
+                if self._process is not None:
+                    self._process.end()
+                self._process = None  # not where there is none to be had
+                self._process = _Forker(self._setup, self.limits.start_seconds)
             return self._process
 
     def close(self) -> None:
@@ -174,14 +178,19 @@ class Trials:
 
 
 class Trial:
-    """A grammar that is being compiled, in a process of its own."""
+    """A grammar that is being compiled, in a process of its own.
+
+    Attributes:
+        name: what errors call it.
+        pace: how it is tried.
+    """
 
     def __init__(
-        self, process: _Process, task: bytes, name: str, pace: Pace, limits: GrammarLimits
+        self, process: _Forker, task: bytes, name: str, pace: Pace, limits: GrammarLimits
     ) -> None:
         self._process = process
-        self._pace = pace
-        self._name = name
+        self.pace = pace
+        self.name = name
         self._limits = limits
         self._answers, other = Pipe(duplex=False)
         with other:
@@ -210,7 +219,7 @@ class Trial:
             return Compilable(**json.loads(text))
         if kind == b"grammar":
             return Compilable(size=len(text), serialised=text)
-        name, limits = self._name, self._limits
+        name, limits = self.name, self._limits
         if kind == b"refused":
             raise unusable(*json.loads(text))
         if kind == b"invalid":
@@ -228,7 +237,7 @@ class Trial:
 
     def _ended(self, status: int) -> OnestemError:
         """An error for a process that ended instead of answering."""
-        name, pace = self._name, self._pace
+        name, pace = self.name, self.pace
         if status >= 0:
             return _of_version()
         number = signal.Signals(-status)
@@ -247,18 +256,18 @@ class Trial:
                 )
             )
         if number == signal.SIGPROF:
-            seconds = pace.cpu_seconds
-            return SlowGrammarError(_why(name, f"takes more than {seconds:g} s to compile"))
+            why = f"takes more than {pace.cpu_seconds:g} s to compile"
+            return _costly(name, why, SlowGrammarError)
         if number == signal.SIGABRT:
             return self._out_of_memory()
         return _costly(name, f"makes the compiler crash ({number.name})")
 
     def _out_of_memory(self) -> CostlyGrammarError:
         mebibytes = self._limits.memory_bytes >> 20
-        return _costly(self._name, f"takes more than {mebibytes} MiB of memory to compile")
+        return _costly(self.name, f"takes more than {mebibytes} MiB of memory to compile")
 
 
-class _Process:
+class _Forker(Process):
     """The process that all others are forked from, and the way to it.
 
     Args:
@@ -269,26 +278,14 @@ class _Process:
     def __init__(self, setup: bytes, seconds: float) -> None:
         self._setup: bytes | None = setup  # None: it has loaded the compiler
         self._seconds = seconds
+        self._numbers = itertools.count()
+        self.writing = threading.Lock()
         self._commands, other = socket.socketpair()
         self._commands.settimeout(seconds)
         with ExitStack() as failed, other:
             failed.callback(self._commands.close)
-            self._process = children.start(_PROGRAM, other.fileno())
+            super().__init__(_PROGRAM, self._commands, other.fileno(), patience=1.0)
             failed.pop_all()
-        self._owner = os.getpid()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # of what is written
-        self._end = weakref.finalize(self, _end, self._process, self._commands, self._owner)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended, so not because of a grammar; after a fork it is another
-        process's."""
-        return self._owner != os.getpid() or self._process.poll() is not None
 
     def run(self, task: bytes, answers: Connection) -> int:
         """Have a task done; its answer goes to `answers`. Returns its number.
@@ -297,7 +294,7 @@ class _Process:
             OSError: the process has ended, now if it does not read.
             UnsupportedError: it cannot load the compiler.
         """
-        with self._lock, self._or_end():
+        with self.writing, self._or_end():
             if self._setup is not None:
                 self._load(self._setup)
                 self._setup = None
@@ -317,7 +314,7 @@ class _Process:
 
     def stop(self, number: int) -> None:
         """End a task's process, if it runs."""
-        with self._lock, suppress(OSError), self._or_end():
+        with self.writing, suppress(OSError), self._or_end():
             self._commands.sendall(HEAD.pack(END, number, 0))
 
     @contextmanager
@@ -326,7 +323,7 @@ class _Process:
         try:
             yield
         except BaseException as error:
-            was_ended = not self._end.alive
+            was_ended = self.was_ended
             self.end()
             if was_ended:
                 raise ConnectionError("its process was ended") from error
@@ -335,22 +332,6 @@ class _Process:
                 raise TimeoutError(late) from None
             raise
 
-    def end(self) -> None:
-        """End it and all that were forked from it."""
-        self._end()
-
-
-def _end(process: subprocess.Popen[bytes], commands: socket.socket, owner: int) -> None:
-    if owner != os.getpid():
-        return
-    with suppress(OSError):
-        commands.shutdown(socket.SHUT_RDWR)  # it ends the others then, and itself
-    commands.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1)
-    process.kill()
-    process.wait()
-
 
 def _of_version() -> UnsupportedError:
     return UnsupportedError(
@@ -358,15 +339,13 @@ def _of_version() -> UnsupportedError:
     )
 
 
-def _costly(name: str, why: str) -> CostlyGrammarError:
-    return CostlyGrammarError(_why(name, why))
+def _costly(
+    name: str, why: str, kind: type[CostlyGrammarError] = CostlyGrammarError
+) -> CostlyGrammarError:
+    return kind(f"{name} {why}: simplify it, or repeat less in it")
 
 
 def _passing(error: CostlyGrammarError) -> CostlyGrammarError:
     """An error of the machine's, which another try may not have."""
     error.lasts = False
     return error
-
-
-def _why(name: str, why: str) -> str:
-    return f"{name} {why}: simplify it, or repeat less in it"

@@ -36,7 +36,7 @@ from onestem.engine.grammar.tags import check_tags
 from onestem.errors import OnestemError
 from onestem.garbage import give_holes_back, keep_freed_memory
 
-__all__: list[str] = []
+__all__ = ["COMPILE", "END", "HEAD", "yield_to_others"]
 
 HEAD = struct.Struct("!BQQ")  # a command, an attempt's number, bytes that follow
 COMPILE, END = range(2)
@@ -97,7 +97,7 @@ class _Compiler:
         except OnestemError as error:
             return b"invalid " + json.dumps([type(error).__name__, str(error)]).encode()
         except ebnf.Refused as error:
-            return self._refusal(error.name, error.reason)
+            return self._refusal(*error.args)
         except Exception as error:  # it raises many kinds for a bad tag
             return self._refusal(task["name"], str(error))
 
@@ -171,7 +171,7 @@ class _Compiler:
         return ""
 
 
-def _yield_to_others(nice: int | None) -> None:
+def yield_to_others(nice: int | None) -> None:
     """Let the engine's steps go first; None: run only where a core has nothing else to do.
 
     Being nice is not enough. Linux keeps the threads of a step on one core while a process runs on
@@ -230,7 +230,7 @@ class _Forks:
         self._commands.close()
         for _, other in self._running.values():
             other.close()
-        _yield_to_others(task["nice"])
+        yield_to_others(task["nice"])
         bound_memory(self._compiler.limits["memory_bytes"])
         bound_time(task["cpu_seconds"], task["wall_seconds"])
         answer = self._compiler.answer(task)

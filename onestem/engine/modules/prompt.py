@@ -2,7 +2,7 @@
 
 What a prompt computes (arguments, new text, the answer) is a sequence like any other, with jumps of
 positions. What it imports are runs beside it, each seen by the rows after it (`anchored`) or by all
-(`isolated`). `docs/pml.md` has the rules, `onestem.pml.visible` defines them.
+(`isolated`). `docs/pml.md` has the rules.
 """
 
 from __future__ import annotations

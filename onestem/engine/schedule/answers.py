@@ -35,12 +35,12 @@ class AnswerLimit:
     """What answers may take.
 
     Attributes:
-        most: bytes; None: any number.
+        most: bytes.
         max_model_len: maximum tokens of prompt and answer.
         kv_tokens: that KV memory holds, so the maximum of sequences under way together.
     """
 
-    most: int | None
+    most: int
     max_model_len: int
     kv_tokens: int
 
@@ -69,7 +69,7 @@ class AnswerLimit:
     def check(self, request: Request) -> None:
         """Raise `RequestError` for a request whose answers may take more."""
         size = self.bytes_of(request)
-        if self.most is None or size <= self.most:
+        if size <= self.most:
             return
         params = request.params
         names = "n, max_tokens and logprobs"
@@ -83,7 +83,7 @@ class AnswerLimit:
     def check_together(self, requests: Collection[Request]) -> None:
         """Raise `RequestError` for requests whose answers may take more in all."""
         size = sum(map(self.bytes_of, requests))
-        if self.most is not None and size > self.most:
+        if size > self.most:
             raise RequestError(
                 f"{len(requests)} prompts ask for answers of up to {_size(size)} in memory, limit "
                 f"is {_size(self.most)}: send fewer at once, or stream"
@@ -121,7 +121,7 @@ class AnswerMemory:
         is_full = False
         for sequence in waiting:
             state = sequence.state
-            if self.limit.most is None or not self.taken or state in self._of:
+            if not self.taken or state in self._of:
                 return sequence
             size = self.limit.bytes_of(state.request)
             if not size or (not is_full and self._have_room(state.request, size)):
@@ -130,8 +130,6 @@ class AnswerMemory:
         return None
 
     def _have_room(self, request: Request, size: int) -> bool:
-        if self.limit.most is None or self.most_of_jobs is None:
-            return True
         if request.priority == "job" and self.taken_by_jobs + size > self.most_of_jobs:
             return False
         return self.taken + size <= self.limit.most
@@ -156,7 +154,7 @@ class AnswerMemory:
         """The request that takes the most of those that take more than they began with, and why it
         cannot go on, where all together take too much."""
         most = self.limit.most
-        if most is None or self.taken <= most:
+        if self.taken <= most:
             return None
         grown = [
             s for s, size in self._of.items() if self.limit.bytes_of(s.request) < min(size, most)

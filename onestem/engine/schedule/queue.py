@@ -14,7 +14,7 @@ from onestem.engine.schedule.backlog import Turns
 from onestem.request import Request
 from onestem.tree import RadixTree
 
-__all__ = ["Gate", "HybridQueue", "InteractiveQueue", "PlannedQueue", "RequestQueue"]
+__all__ = ["Gate", "Gatekeeper", "HybridQueue", "InteractiveQueue", "PlannedQueue", "RequestQueue"]
 
 JOBS = "jobs"  # the key of what jobs wait for at the gate, if the server has not checked it
 
@@ -56,12 +56,14 @@ class InteractiveQueue:
 
     Args:
         cached, max_passed: see `Backlog`.
+
+    Attributes:
         gate: called on push, then on each peek until it stops returning WAIT. Refused requests are
             dropped.
     """
 
     def __init__(self, cached: RadixTree[Any], max_passed: int, gate: Gatekeeper = _open) -> None:
-        self._gate = gate
+        self.gate = gate
         self._turns = Turns(cached, max_passed)
         self._held: dict[str, tuple[Request, str, float]] = {}  # by the gate
         self._groups: Counter[int | None] = Counter()
@@ -73,7 +75,7 @@ class InteractiveQueue:
         self._let_in(request, key, weight)
 
     def _let_in(self, request: Request, key: str, weight: float) -> None:
-        answer = self._gate(request, key, weight)
+        answer = self.gate(request, key, weight)
         if answer is Gate.WAIT:
             return
         del self._held[request.request_id]
@@ -98,9 +100,9 @@ class InteractiveQueue:
         return self._turns.peek()
 
     @property
-    def holds(self) -> bool:
-        """Whether requests wait at the gate."""
-        return bool(self._held)
+    def num_held(self) -> int:
+        """Requests that wait at the gate."""
+        return len(self._held)
 
     def pop(self) -> Request:
         """Take the request of `peek`."""
@@ -225,7 +227,7 @@ class HybridQueue:
     @property
     def holds(self) -> bool:
         """Whether requests wait at the gate."""
-        return self.interactive.holds or any(job.holds for job in self._jobs.values())
+        return self.interactive.num_held > 0 or any(job.holds for job in self._jobs.values())
 
     def pop(self) -> Request:
         """Take the request of `peek`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from onestem.cache import PrefixCache
-from onestem.engine.schedule.answers import AnswerLimit, AnswerMemory
+from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.chunks import PromptChunks
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.lane import Lane
@@ -51,7 +51,7 @@ class Scheduler:
     Args:
         factory: makes a request's sequences when it is opened, and those that fork at its end.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
-        answers: host memory that answers may take; None: any.
+        answers: host memory that answers may take.
         free_rows: decodes that hardly make a step longer; see `ReservedPages`.
 
     Attributes:
@@ -70,12 +70,11 @@ class Scheduler:
         pins: PinnedPrefixes,
         *,
         limits: StepLimits,
+        answers: AnswerMemory,
         max_num_seqs: int | None = None,
-        answers: AnswerMemory | None = None,
         free_rows: int = 0,
     ) -> None:
-        no_limit = AnswerLimit(most=None, max_model_len=1, kv_tokens=1)
-        self.answers = answers or AnswerMemory(no_limit)
+        self.answers = answers
         self.limits = limits
         self.factory = factory
         self.interactive = Lane(is_job=False)

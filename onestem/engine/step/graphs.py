@@ -25,7 +25,7 @@ from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Prepared, Runner
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
-from onestem.ops.triton import Scores, States, Workspace
+from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
 from onestem.options import ShareMode
 
@@ -130,20 +130,22 @@ class GraphRunner(Runner):
         states = States.empty(max_states, config.num_q_heads, widest, device)
         return {
             (window, num_kv_heads, head_dim): Workspace(
+                Kernels.make(
+                    num_q_heads=config.num_q_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    page_size=page_size,
+                    dtype=self.decoder.dtype,
+                    device=device,
+                    windowed=window is not None,
+                ),
+                states.of_size(head_dim),
                 max_rows=BATCH_SIZES[-1],
-                num_q_heads=config.num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
-                dtype=self.decoder.dtype,
-                device=device,
                 # Each page stands in the plan twice at most (a step's prompts list what they share
                 # with its decodes again), and each row's items, spans and slack beside: about
                 # twelve words for each run that it sees. A step whose list takes more has no graph.
                 max_words=2 * num_pages + WORDS_PER_ROW * BATCH_SIZES[-1] + (1 << 17),
-                states=states.of_size(head_dim),
                 share=self.share != "storage",
-                windowed=window is not None,
             )
             for window, num_kv_heads, head_dim in set(self._kinds)
         }
@@ -265,7 +267,7 @@ class GraphRunner(Runner):
         return self.decoder.forward(ids, positions, self._fixed_attend(slots, shape.wide))
 
     def _fixed_attend(self, slots: Tensor, wide: bool) -> Attend:
-        ops, scores = self.decoder.ops, Scores(**self.decoder.scores)
+        ops, scores = self.decoder.ops, self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             k_pages, v_pages = self.pages[layer]

@@ -267,7 +267,7 @@ class Runner:
             if not prepared:
                 return q
             plan = prepared[self.windows[layer]]
-            state = plan.attend(q[:rows], k_pages, v_pages, **scores)
+            state = plan.attend(q[:rows], k_pages, v_pages, scores)
             out = state.out.to(q.dtype)
             if heads.sinks is not None:
                 ops.share_sinks(out, state.lse.float(), heads.sinks)

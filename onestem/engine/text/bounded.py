@@ -51,6 +51,7 @@ class BoundedTokenizer:
     def encode_batch(
         self, texts: Sequence[RawText], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
+        """As `Tokenizer` has it, like all that follows."""
         for raw in texts:
             self._tokenizer.check_raw(raw, self._max_model_len)
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from onestem.engine.text.templates import render
 from onestem.errors import RequestError
 from onestem.openai.tools import ToolForm, form_of
 
-__all__ = ["ChatTemplate", "Ending"]
+__all__ = ["ChatTemplate"]
 
 # What `transformers` takes beside a template's own variables.
 _NOT_TEMPLATE_FIELDS = frozenset(
@@ -20,13 +20,6 @@ _NOT_TEMPLATE_FIELDS = frozenset(
         "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
     )
 )  # fmt: skip
-
-
-class Ending(NamedTuple):
-    """How a rendered conversation ends."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -69,14 +62,29 @@ class ChatTemplate:
         Raises:
             RequestError: the template does not know one, or it is no variable of a template.
         """
-        fields = _template_fields(given)
+        if not isinstance(given, Mapping | None):
+            raise RequestError(
+                f"chat_template_kwargs is {type(given).__name__}, expected a mapping"
+            )
+        fields = dict(given or {})
+        taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields))
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave "
+                "it out"
+            )
         for name in ("tools", "reasoning_effort"):
             if name in fields and name not in self._source:
                 raise RequestError(f"{name}: the model's chat template does not know it")
         return fields
 
     def render(
-        self, messages: list[dict[str, Any]], ending: Ending, fields: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        fields: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation.
 
@@ -90,7 +98,7 @@ class ChatTemplate:
             )
         if not messages:
             raise RequestError("messages is empty, expected at least one message")
-        if ending.add_generation_prompt and ending.continue_final_message:
+        if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "add_generation_prompt and continue_final_message are both set: an answer either "
                 "begins or goes on, so set one of them"
@@ -99,18 +107,10 @@ class ChatTemplate:
             template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
         except ValueError as error:  # several, and none for this
             raise RequestError(f"the model has no chat template for this: {error}") from error
-        names = self._hugging_face.special_tokens_map
-        return render(template, messages, **{**names, **fields}, **ending._asdict())
-
-
-def _template_fields(fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for a template that are not arguments of the library that renders it."""
-    if not isinstance(fields, Mapping | None):
-        raise RequestError(f"chat_template_kwargs is {type(fields).__name__}, expected a mapping")
-    taken = sorted(_NOT_TEMPLATE_FIELDS.intersection(fields or ()))
-    if taken:
-        raise RequestError(
-            f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave it "
-            "out"
+        return render(
+            template,
+            messages,
+            **{**self._hugging_face.special_tokens_map, **fields},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
-    return dict(fields or {})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onestem.engine.text.backend import Backend
-from onestem.engine.text.marker import any_of
 from onestem.rawtext import RawText
 
 __all__ = ["ControlNames"]
@@ -28,7 +27,7 @@ class ControlNames:
 
     def __init__(self, special: Mapping[int, Any], unknown: int | None) -> None:
         self.ids: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
-        self.pattern = any_of(self.ids)
+        self.pattern = _any_of(self.ids)
         self._unforgeable = special.keys() - {unknown}
 
     def replaced(self, text: str, form: Callable[[int], str]) -> str:
@@ -61,15 +60,16 @@ class ControlNames:
 
     def are_mentioned(self, value: Any) -> bool:
         """Whether a string anywhere in a message mentions a name."""
-        return self.pattern is not None and _mentions(value, self.pattern)
+        if self.pattern is None:
+            return False
+        if isinstance(value, str):
+            return self.pattern.search(value) is not None
+        parts = value.values() if isinstance(value, Mapping) else value
+        return isinstance(value, (Mapping, list, tuple)) and any(map(self.are_mentioned, parts))
 
 
-def _mentions(value: Any, names: re.Pattern[str]) -> bool:
-    """Whether a string anywhere in a message mentions one of `names`."""
-    if isinstance(value, str):
-        return names.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_mentions(part, names) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_mentions(part, names) for part in value)
-    return False
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern for the names, the longest that begins at a place first, as tokenizers prefer it;
+    None: there are none."""
+    ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -9,34 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import SamplingParams
 from onestem.utf8 import decoded, last_bytes
 
-__all__ = ["Detokenizer", "IncrementalDetokenizer", "NoDetokenizer"]
-
-
-class Detokenizer(Protocol):
-    """What the engine needs of a sequence's detokenizer."""
-
-    stop_reason: str | None
-
-    def append(self, token_id: int, *, check_stop: bool = True) -> str: ...
-    def finish(self) -> str: ...
-
-
-class NoDetokenizer:
-    """For a model without a tokenizer: there is no text, and so no stop string."""
-
-    stop_reason: str | None = None
-
-    def append(self, token_id: int, *, check_stop: bool = True) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
+__all__ = ["IncrementalDetokenizer"]
 
 
 class IncrementalDetokenizer:

@@ -5,17 +5,18 @@ survive is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onestem.checked import show
 from onestem.children import Child, Limits, TooCostlyError
+from onestem.engine.text.limits import steps_of
 from onestem.errors import ConfigError
 from onestem.files import check_regular
 from onestem.models.fields import is_integer, read_json
 
-__all__ = ["check_files"]
+__all__ = ["TRIAL", "check_files"]
 
 # Those that transformers may read with a tokenizer; `config.json` is one of them. Others in the
 # directory may be anything.
@@ -30,7 +31,6 @@ _FOLDERS = (".", "additional_chat_templates")
 LEAST_IDS, HOLES = 1 << 20, 4
 MOST_GROWTH = 64  # characters that normalisation may make of one
 
-_STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
 # What the library reads without harm, whatever its fields are. Others are tried first.
 _HARMLESS = {
     "BertNormalizer", "BertPreTokenizer", "BertProcessing", "ByteFallback", "ByteLevel",
@@ -40,7 +40,7 @@ _HARMLESS = {
 }  # fmt: skip
 _MODELS = {"BPE", "WordLevel", "WordPiece"}
 
-_TRIAL = Child(
+TRIAL = Child(
     "onestem.engine.text.tokenizer_process",
     Limits(cpu_seconds=60, wall_seconds=300, memory_bytes=4 << 30),
 )
@@ -72,7 +72,7 @@ def _check_tokenizer(file: Path) -> None:
     vocabulary = _object(model.get("vocab"))
     for some in (vocabulary, ids):
         _check_ids(file, some, len(vocabulary) + len(ids))
-    growth = _growth(_object(whole.get("normalizer")))
+    growth = _growth(whole.get("normalizer"))
     if growth > MOST_GROWTH:
         raise ConfigError(
             f"{file}: its normalizer makes up to {growth:.3g} characters of one, limit is "
@@ -81,14 +81,14 @@ def _check_tokenizer(file: Path) -> None:
     if _is_harmless(whole, model):
         return
     try:
-        _TRIAL.ask(os.fsencode(file.absolute()))
+        TRIAL.ask(os.fsencode(file.absolute()))
     except TooCostlyError as error:
         raise ConfigError(
             f"{file}: the tokenizers library {error} by it: the file is damaged, or of another "
             "version"
         ) from None
     finally:
-        _TRIAL.stop()
+        TRIAL.stop()
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def _check_ids(file: Path, vocabulary: Mapping[str, Any], num_tokens: int) -> No
             )
 
 
-def _growth(normalizer: dict[str, Any]) -> float:
+def _growth(normalizer: Any) -> float:
     """How many characters its replacements make of one, at most."""
     growth = 1.0
-    for step in _parts(normalizer):
+    for step in steps_of(normalizer):
         content = step.get("content", step.get("prepend"))
         if isinstance(content, str) and step.get("type") in ("Replace", "Prepend"):
             pattern = _object(step.get("pattern")).get("String")
@@ -118,21 +118,9 @@ def _growth(normalizer: dict[str, Any]) -> float:
     return growth
 
 
-def _parts(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A part of a tokenizer and all those inside of it."""
-    waiting = [part]
-    while waiting:
-        here = waiting.pop()
-        if here:
-            yield here
-        for name in _STEPS:
-            steps = here.get(name)
-            waiting += map(_object, steps) if isinstance(steps, list) else ()
-
-
 def _is_harmless(whole: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
     names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    kinds = [str(step.get("type")) for name in names for step in _parts(_object(whole.get(name)))]
+    kinds = [str(step.get("type")) for name in names for step in steps_of(whole.get(name))]
     marks = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
     return (
         str(model.get("type")) in _MODELS

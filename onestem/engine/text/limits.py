@@ -5,13 +5,16 @@ model takes in any case, and need not be tokenised to know it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from onestem.engine.text.decoders import BYTE_LEVEL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["MOST_CHARACTERS", "most_per_token"]
+__all__ = ["MOST_CHARACTERS", "most_per_token", "steps_of"]
 
 # Of any text. These take half a minute to tokenise, and some 10 GiB of memory.
 MOST_CHARACTERS = 1 << 26
@@ -19,7 +22,6 @@ MOST_CHARACTERS = 1 << 26
 # Characters that normalisation may make one of. Canonical composition joins at most four.
 _COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "ByteLevel": 1, "Prepend": 1}
 _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
-_BYTES = range(256)
 
 
 def most_per_token(backend: Tokenizer, *, control: bool, blanks: bool = True) -> int | None:
@@ -32,9 +34,7 @@ def most_per_token(backend: Tokenizer, *, control: bool, blanks: bool = True) ->
     """
     added = backend.get_added_tokens_decoder().values()
     matched = [token for token in added if control or not token.special]
-    if blanks and any(
-        token.lstrip or token.rstrip for token in matched
-    ):  # such a token takes all blanks
+    if blanks and any(token.lstrip or token.rstrip for token in matched):  # it takes all blanks
         return None
     shortened = _shortened(_state(backend.normalizer))
     if shortened is None or not _keeps_all(_state(backend.pre_tokenizer)):
@@ -49,9 +49,8 @@ def most_per_token(backend: Tokenizer, *, control: bool, blanks: bool = True) ->
     return max(1, longest) * shortened
 
 
-def _state(part: Any) -> Mapping[str, Any] | None:
-    state: Mapping[str, Any] | None = None if part is None else json.loads(part.__getstate__())
-    return state
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _shortened(normalizer: Mapping[str, Any] | None) -> int | None:
@@ -60,13 +59,9 @@ def _shortened(normalizer: Mapping[str, Any] | None) -> int | None:
         return 1
     kind = normalizer["type"]
     if kind == "Sequence":
-        product = 1
-        for step in normalizer["normalizers"]:
-            factor = _shortened(step)
-            if factor is None:
-                return None
-            product *= factor
-        return product
+        factors = list(map(_shortened, normalizer["normalizers"]))
+        known = [factor for factor in factors if factor is not None]
+        return math.prod(known) if len(known) == len(factors) else None
     if kind == "Replace":
         pattern, content = normalizer["pattern"].get("String"), normalizer["content"]
         return -(-len(pattern) // len(content)) or 1 if pattern is not None and content else None
@@ -91,24 +86,22 @@ def _names_each(backend: Tokenizer, names: Mapping[str, int]) -> bool:
     kind = type(model).__name__
     if kind != "BPE":  # others make one token of any unknown word
         return False
-    if model.byte_fallback and all(f"<0x{byte:02X}>" in names for byte in _BYTES):
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in names for byte in range(256)):
         return True
     if model.unk_token is not None:
         return not model.fuse_unk
-    return _is_byte_level(backend) and len(_one_byte_names(names)) == len(_BYTES)
+    steps = [*steps_of(_state(backend.pre_tokenizer)), *steps_of(_state(backend.normalizer))]
+    return any(step["type"] == "ByteLevel" for step in steps) and names.keys() >= BYTE_LEVEL.keys()
 
 
-def _is_byte_level(backend: Tokenizer) -> bool:
-    parts = (_state(backend.pre_tokenizer), _state(backend.normalizer))
-    return any("ByteLevel" in _kinds(part) for part in parts if part is not None)
-
-
-def _kinds(part: Mapping[str, Any]) -> list[str]:
-    steps = part.get("normalizers") or part.get("pretokenizers")
-    return [part["type"]] if steps is None else [kind for one in steps for kind in _kinds(one)]
-
-
-def _one_byte_names(names: Mapping[str, int]) -> set[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return set(ByteLevel.alphabet()) & names.keys()
+def steps_of(part: Any) -> Iterator[Mapping[str, Any]]:
+    """A part of a tokenizer and all those inside of it, from its state or from a file, which may
+    have anything."""
+    waiting = [part]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, dict) and here:
+            yield here
+            for name in ("normalizers", "pretokenizers", "processors", "decoders"):
+                steps = here.get(name)
+                waiting += steps if isinstance(steps, list) else ()

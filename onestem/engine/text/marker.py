@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from onestem.engine.text.backend import Backend
+from onestem.engine.text.control import ControlNames
 from onestem.errors import RequestError
 from onestem.rawtext import RawText
 
-__all__ = ["Marker", "any_of"]
-
-
-def any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    # The longest first, as the tokenizer prefers it too.
-    ordered = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+__all__ = ["Marker"]
 
 
 class Marker:
@@ -29,44 +24,39 @@ class Marker:
         ids: a stand-in's id -> the control token's.
     """
 
-    def __init__(self, text_backend: Backend, special: Mapping[int, Any]) -> None:
+    def __init__(self, text_backend: Backend, names: ControlNames, special: Mapping[int, Any]):
         from tokenizers import AddedToken
 
+        assert names.pattern is not None
         self._nonce = secrets.token_hex(12)
-        self._names = [token.content for token in special.values()]
-        names = any_of(self._names)
-        assert names is not None
-        self._mentioned = names
-        self._rendered = re.compile(f"mark{self._nonce}n([0-9]+)n|({names.pattern})")
-        self._place = {name: place for place, name in enumerate(self._names)}
-        self.backend = text_backend.copy()
-        stand_ins = [
-            AddedToken(
-                self._stand_in(name),
+        self._names, self._mentioned = names, names.pattern
+        self._rendered = re.compile(f"mark{self._nonce}n([0-9]+)n|({names.pattern.pattern})")
+        self._special = special
+        stand_ins = {
+            token_id: AddedToken(
+                self._stand_in(token.content),
                 lstrip=token.lstrip,
                 rstrip=token.rstrip,
                 normalized=False,
                 special=False,
             )
-            for name, token in zip(self._names, special.values(), strict=True)
-        ]
-        self.backend.library.add_tokens(stand_ins)
+            for token_id, token in special.items()
+        }
+        self.backend = text_backend.copy()
+        self.backend.library.add_tokens([*stand_ins.values()])
         vocabulary = self.backend.library.get_added_tokens_decoder()
         by_name = {token.content: token_id for token_id, token in vocabulary.items()}
         self.ids: dict[int, int] = {
-            by_name[token.content]: token_id
-            for token, token_id in zip(stand_ins, special, strict=True)
+            by_name[token.content]: token_id for token_id, token in stand_ins.items()
         }
 
     def _stand_in(self, name: str) -> str:
-        return f"token{self._nonce}n{self._place[name]}n"
+        return f"token{self._nonce}n{self._names.ids[name]}n"
 
     def mark(self, value: Any) -> Any:
         """The messages with marks in place of the names that they mention."""
         if isinstance(value, str):
-            return self._mentioned.sub(
-                lambda found: f"mark{self._nonce}n{self._place[found.group()]}n", value
-            )
+            return self._names.replaced(value, lambda token_id: f"mark{self._nonce}n{token_id}n")
         if isinstance(value, Mapping):
             return {key: self.mark(part) for key, part in value.items()}
         if isinstance(value, (list, tuple)):
@@ -85,21 +75,15 @@ class Marker:
     def unmark(self, rendered: str) -> tuple[str, bool]:
         """Put stand-ins for the template's control tokens, and names for the marks. Also returns
         whether there are marks: a template may have dropped the messages that mention names."""
-        literal = False
-
-        def replace(found: re.Match[str]) -> str:
-            nonlocal literal
-            mark, name = found.groups()
-            if mark is None:
-                return self._stand_in(name)
-            literal = True
-            meant: str = self._names[int(mark)]
-            return meant
-
-        kept = self._rendered.sub("", rendered)
-        if self._nonce in kept.lower():
+        if self._nonce in self._rendered.sub("", rendered).lower():
             raise RequestError(
                 "the chat template changes the letters of a message that mentions a control "
                 "token: leave the control token's name out of the message"
             )
-        return self._rendered.sub(replace, rendered), literal
+        text = self._rendered.sub(
+            lambda found: (
+                self._special[int(found[1])].content if found[1] else self._stand_in(found[2])
+            ),
+            rendered,
+        )
+        return text, f"mark{self._nonce}" in rendered

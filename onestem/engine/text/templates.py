@@ -16,21 +16,19 @@ from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.template_process import answering
 from onestem.errors import RequestError
 
-__all__ = ["LIMITS", "isolate", "render"]
+__all__ = ["CHILD", "LIMITS", "isolate", "render"]
 
 LIMITS = Limits(cpu_seconds=10, wall_seconds=60, memory_bytes=2 << 30)
 
-_child = Child("onestem.engine.text.template_process", LIMITS)  # of all tokenizers
-
-
+CHILD = Child("onestem.engine.text.template_process", LIMITS)  # of all tokenizers
 _answer: Callable[[bytes], bytes] | None = None
 
 
 def isolate() -> None:
     """Render in a process from here on; it is started now, so that the first chat need not wait."""
     global _answer
-    _child.start()
-    _answer = _child.ask
+    CHILD.start()
+    _answer = CHILD.ask
 
 
 def _here() -> Callable[[bytes], bytes]:

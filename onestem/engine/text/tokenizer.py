@@ -17,19 +17,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from onestem.engine.text.backend import Backend
-from onestem.engine.text.chat import ChatTemplate, Ending
+from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
+from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
 from onestem.engine.text.vocabulary import Vocabulary
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError, first_line
 from onestem.models.fields import read_json
+from onestem.models.gguf.file import open_gguf
 from onestem.native import is_panic
 from onestem.openai.tools import ToolForm
 from onestem.rawtext import RawText
@@ -60,11 +62,9 @@ class Tokenizer(Vocabulary):
         bos_token_id, eos_token_id: None where the tokenizer names none.
         end_ids: tokens that it names as ends, of a text or of a turn in a chat. A model's files may
             name others.
-        special_ids: ids of control tokens, those that `skip_special_tokens` leaves out.
 
     Raises:
-        UnsupportedError: the tokenizer is not a fast one, or decodes in a way that cannot be
-            streamed (a token's text would depend on the tokens after it).
+        UnsupportedError: the tokenizer is not a fast one, or as `Vocabulary`.
     """
 
     def __init__(self, hugging_face: Any) -> None:
@@ -84,7 +84,8 @@ class Tokenizer(Vocabulary):
         self.bos_token_id: int | None = hugging_face.bos_token_id
         self.eos_token_id: int | None = hugging_face.eos_token_id
         named = (self.eos_token_id, getattr(hugging_face, "eot_token_id", None))
-        self.end_ids = tuple(token for token in named if token is not None)
+        ends = (*named, *getattr(hugging_face, "turn_end_ids", ()))
+        self.end_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
         unknown, padding = hugging_face.unk_token_id, hugging_face.pad_token_id
         #: takes an argument's place while a module is encoded alone (PML)
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
@@ -93,26 +94,18 @@ class Tokenizer(Vocabulary):
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model directory; None where it has none.
+        """The tokenizer of a model directory or of a GGUF file; None where it has none.
 
         Raises:
             ConfigError: its files cannot be read.
             UnsupportedError: see the class.
         """
         directory = Path(path)
-        check_files(directory)
-        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        from transformers import AutoTokenizer
-
         try:
-            loaded = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
+            loaded = (
+                read_tokenizer(open_gguf(directory)) if directory.is_file() else _read(directory)
             )
-            of_processor = directory / "chat_template.json"  # where older processors have it alone
-            if not loaded.chat_template and of_processor.is_file():
-                loaded.chat_template = read_json(of_processor).get("chat_template")
-            return cls(loaded)
+            return None if loaded is None else cls(loaded)
         except OnestemError:
             raise
         except BaseException as error:  # whatever its files make the libraries raise
@@ -150,7 +143,7 @@ class Tokenizer(Vocabulary):
     def _quoting(self, raw: RawText) -> list[int]:
         """Ids of a text that quotes names of control tokens."""
         with self._lock:
-            marker = self._marker
+            marker = self.marker
         text = marker.mark_raw(raw)
         ids = self._names.unforged(marker.backend, text, marker.backend.encode(text))
         return [marker.ids.get(token_id, token_id) for token_id in ids]
@@ -239,6 +232,7 @@ class Tokenizer(Vocabulary):
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
         return bool(self._chat)
 
     @property
@@ -272,32 +266,29 @@ class Tokenizer(Vocabulary):
             fields: further variables of the template (vLLM's `chat_template_kwargs`).
             max_tokens: refuse what has more for certain, before it is tokenised.
 
-        A control token that the template writes is one; its name inside a message is
-        characters. The rule:
-
-        * No message mentions a control token (nearly always): the rendered text is encoded as a
-          whole, as `transformers` does.
-        * One does: before rendering, each such name in the messages is replaced by a mark that no
-          user can guess. After rendering, the names that are left are the template's own. They are
-          replaced by other unguessable strings, which a copy of the tokenizer knows as added
-          tokens. The marks are turned back into the names. This copy encodes the whole text in
-          one go, with control tokens read as characters. Thus the text is cut at the template's
-          control tokens and nowhere else, and everything between is tokenised as ever. The
-          template sees the messages with marks in place of the names, otherwise as they are.
+        A control token that the template writes is one; its name inside a message is characters.
+        Where a message mentions one, such names are replaced by marks that no user can guess before
+        rendering. Names that are there afterwards are the template's own, and become stand-ins:
+        added tokens of a copy of the tokenizer that knows no control tokens. The marks become names
+        again, and the copy encodes the whole text, cut at the template's control tokens alone.
 
         Raises:
             RequestError: no template, or it refuses; or what it writes is too long.
         """
         plain = self._chat.plain(messages)
-        ending = Ending(add_generation_prompt, continue_final_message)
         fields = self._chat.fields(fields)
+        render = partial(
+            self._chat.render,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         if not self._names.are_mentioned([plain, fields]):
-            rendered = self._chat.render(plain, ending, fields)
+            rendered = render(plain, fields)
             self.check_length(_RENDERED, len(rendered), max_tokens, control=True)
             return self.encode_control(rendered)
         with self._lock:
-            marker = self._marker
-        rendered = self._chat.render(marker.mark(plain), ending, marker.mark(fields))
+            marker = self.marker
+        rendered = render(marker.mark(plain), marker.mark(fields))
         text, literal = marker.unmark(rendered)
         self.check_length(_RENDERED, len(text), max_tokens, control=True)
         ids = marker.backend.encode(text)
@@ -333,8 +324,25 @@ class Tokenizer(Vocabulary):
     ) -> str:
         """The conversation's text, to show; its tokens are `apply_chat_template`'s."""
         plain = self._chat.plain(messages)
-        return self._chat.render(plain, Ending(add_generation_prompt), {})
+        return self._chat.render(plain, {}, add_generation_prompt=add_generation_prompt)
 
     @cached_property
-    def _marker(self) -> Marker:
-        return Marker(self._text, self._special)
+    def marker(self) -> Marker:
+        """Tells a template's control tokens from those that messages mention; made once."""
+        return Marker(self._text, self._names, self._special)
+
+
+def _read(directory: Path) -> Any | None:
+    """The tokenizer of `transformers` in a directory; None where it has none."""
+    check_files(directory)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
+    of_processor = directory / "chat_template.json"  # where older processors have it alone
+    if not loaded.chat_template and of_processor.is_file():
+        loaded.chat_template = read_json(of_processor).get("chat_template")
+    return loaded

@@ -43,7 +43,7 @@ class Vocabulary:
         ids = [token for token in token_ids if 0 <= token < self.vocab_size]
         text = self._control.decode(ids, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and "ByteFallback" in self._decoders:
-            return self._decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
+            return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -53,7 +53,8 @@ class Vocabulary:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def _decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+    def decode_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+        """The bytes that the ids of a text stand for."""
         parts: list[bytes] = []
         for token in token_ids:
             if skip_special_tokens and token in self.special_ids:

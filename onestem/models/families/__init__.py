@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description
-from onestem.models.families import experts, falcon, gemma, gemma4, gpt2, llama, mpt, olmo, phi
+from onestem.models.families import experts, gemma, layer_norm, llama
 from onestem.models.fields import Fields
 from onestem.models.names import TensorNames
 
@@ -23,6 +23,8 @@ class Family:
     names: Callable[[Description], TensorNames]
     models: str
 
+
+_GEMMA4 = (gemma.read_gemma4, gemma.gemma4_names)
 
 # CodeLlama and Yi are `LlamaForCausalLM` with other sizes. MPT's makers write `MPTForCausalLM`.
 FAMILIES: dict[str, Family] = {
@@ -50,30 +52,32 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
         gemma.read_gemma3, gemma.names, "Gemma 3 4B on, for text"
     ),
-    "Gemma4ForCausalLM": Family(gemma4.read, gemma4.names, "Gemma 4, the text part alone"),
+    "Gemma4ForCausalLM": Family(*_GEMMA4, "Gemma 4, the text part alone"),
     "Gemma4ForConditionalGeneration": Family(
-        gemma4.read, gemma4.names, "Gemma 4 E2B, E4B, 26B-A4B and 31B, for text"
+        *_GEMMA4, "Gemma 4 E2B, E4B, 26B-A4B and 31B, for text"
     ),
-    "Gemma4UnifiedForCausalLM": Family(gemma4.read, gemma4.names, "Gemma 4 12B, the text part"),
-    "Gemma4UnifiedForConditionalGeneration": Family(
-        gemma4.read, gemma4.names, "Gemma 4 12B, for text"
-    ),
+    "Gemma4UnifiedForCausalLM": Family(*_GEMMA4, "Gemma 4 12B, the text part"),
+    "Gemma4UnifiedForConditionalGeneration": Family(*_GEMMA4, "Gemma 4 12B, for text"),
     "Phi3ForCausalLM": Family(
         llama.read_phi3, llama.phi3_names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"
     ),
-    "Olmo2ForCausalLM": Family(olmo.read_olmo2, olmo.names, "OLMo 2"),
-    "Olmo3ForCausalLM": Family(olmo.read_olmo3, olmo.names, "OLMo 3"),
+    "Olmo2ForCausalLM": Family(llama.read_olmo2, llama.olmo_names, "OLMo 2"),
+    "Olmo3ForCausalLM": Family(llama.read_olmo3, llama.olmo_names, "OLMo 3"),
     "SmolLM3ForCausalLM": Family(llama.read_smollm3, llama.names, "SmolLM3"),
     "GraniteForCausalLM": Family(
         llama.read_granite, llama.names, "Granite 3 and 4 without experts"
     ),
     "GlmForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B of 2024"),
     "Glm4ForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B and 32B of 2025"),
-    "FalconForCausalLM": Family(falcon.read, falcon.names, "Falcon 7B, 40B, 11B, RW"),
-    "MptForCausalLM": Family(mpt.read, mpt.names, "MPT 7B and 30B"),
-    "MPTForCausalLM": Family(mpt.read, mpt.names, "the same, in its makers' files"),
-    "PhiForCausalLM": Family(phi.read, phi.names, "Phi-1, 1.5, 2"),
-    "GPT2LMHeadModel": Family(gpt2.read, gpt2.names, "GPT-2"),
+    "FalconForCausalLM": Family(
+        layer_norm.read_falcon, layer_norm.falcon_names, "Falcon 7B, 40B, 11B, RW"
+    ),
+    "MptForCausalLM": Family(layer_norm.read_mpt, layer_norm.mpt_names, "MPT 7B and 30B"),
+    "MPTForCausalLM": Family(
+        layer_norm.read_mpt, layer_norm.mpt_names, "the same, in its makers' files"
+    ),
+    "PhiForCausalLM": Family(layer_norm.read_phi, layer_norm.phi_names, "Phi-1, 1.5, 2"),
+    "GPT2LMHeadModel": Family(layer_norm.read_gpt2, layer_norm.gpt2_names, "GPT-2"),
 }
 
 # What unsupported models have that no family here has, by a part of their name.

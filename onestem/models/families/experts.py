@@ -121,9 +121,7 @@ def read_gpt_oss(fields: Fields, architecture: str) -> Description:
     num_layers = fields.positive("num_hidden_layers")
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.wrong("rope_scaling", "an object, which gpt-oss is published with")
-    quantization = Fields(
-        fields.mapping("quantization_config"), f"{fields.source}: quantization_config"
-    )
+    quantization = fields.within("quantization_config")
     if quantization.values.get("quant_method") not in (None, "mxfp4"):
         raise quantization.unsupported("quant_method", "mxfp4, or weights as they are")
     experts = Experts(

@@ -1,7 +1,8 @@
 """Llama and its kin: RMSNorm, RoPE, a gated MLP.
 
 Llama 2 and 3, CodeLlama, Yi, Mistral, Ministral, Qwen2 and Qwen3; and what differs from them in a
-few fields: Ministral 3, Granite, GLM-4 (arXiv 2406.12793), Phi-3 and 4 (arXiv 2404.14219), SmolLM3.
+few fields: Ministral 3, Granite, GLM-4 (arXiv 2406.12793), Phi-3 and 4 (arXiv 2404.14219), SmolLM3,
+OLMo 2 and 3.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onestem.models.description import Description, LayerRotary, LongRope, QueryGrowth, Rotary
-from onestem.models.families.shared import IMAGE_MODEL, layer_windows, rotary, sizes, text_fields
+from onestem.models.families.shared import (
+    IMAGE_MODEL,
+    layer_windows,
+    rotary,
+    rotary_by_window,
+    sizes,
+    text_fields,
+    window_rotaries,
+    windowed_kinds,
+)
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
@@ -17,6 +27,7 @@ __all__ = [
     "glm_names",
     "image_names",
     "names",
+    "olmo_names",
     "phi3_names",
     "plain",
     "read",
@@ -24,6 +35,8 @@ __all__ = [
     "read_granite",
     "read_image_model",
     "read_ministral3",
+    "read_olmo2",
+    "read_olmo3",
     "read_phi3",
     "read_smollm3",
 ]
@@ -154,15 +167,14 @@ def _check_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> None:
 def read_ministral3(fields: Fields, architecture: str) -> Description:
     """Description of Ministral 3: queries grow with their position where the file says so."""
     fields.refuse_others(sliding_window=None)
-    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
-    if not rope:
+    rope = fields.within("rope_parameters" if fields.mapping("rope_parameters") else "rope_scaling")
+    if not rope.values:
         raise fields.wrong("rope_parameters", "an object")
     common = plain(fields, architecture, head_dim=128, norm_eps=1e-5)
-    rope_fields = Fields(rope, f"{fields.source}: rope_parameters")
-    beta = rope_fields.optional_number("llama_4_scaling_beta")
+    beta = rope.optional_number("llama_4_scaling_beta")
     if beta is None:
         return common
-    positions = rope_fields.positive("original_max_position_embeddings")
+    positions = rope.positive("original_max_position_embeddings")
     return replace(common, query_growth=QueryGrowth(beta, positions))
 
 
@@ -272,4 +284,37 @@ def read_smollm3(fields: Fields, architecture: str) -> Description:
         o_bias=bias,
         mlp_bias=fields.boolean("mlp_bias", False),
         sliding_windows=windows,
+    )
+
+
+def read_olmo2(fields: Fields, architecture: str, positions: Rotary | None = None) -> Description:
+    """Description of OLMo 2 (arXiv 2501.00656): norms only after attention and MLP, and over all
+    queries and all keys. `positions`: RoPE that was read already."""
+    bias = fields.boolean("attention_bias", False)
+    common = plain(fields, architecture, norm_eps=1e-5, positions=positions)
+    return replace(common, qkv_bias=bias, o_bias=bias, qk_norm_of_all=True)
+
+
+def read_olmo3(fields: Fields, architecture: str) -> Description:
+    """Description of OLMo 3: windows in three of four layers, whose RoPE is not stretched."""
+    head_dim = fields.head_dim("hidden_size", "num_attention_heads")
+    full, windowed = window_rotaries(
+        fields, head_dim, fields.positive("max_position_embeddings"), theta=500000.0
+    )
+    common = read_olmo2(fields, architecture, full)
+    window = fields.positive("sliding_window", 4096)
+    windows = layer_windows(fields, window, windowed_kinds(common.num_layers, 4))
+    positions = rotary_by_window(windows, full, windowed)
+    return replace(common, sliding_windows=windows, positions=positions)
+
+
+def olmo_names(description: Description) -> TensorNames:
+    """Names with norms after attention and MLP alone."""
+    return names(description).having(
+        {
+            Role.INPUT_NORM: None,
+            Role.OUTPUT_NORM: "post_attention_layernorm",
+            Role.POST_NORM: None,
+            Role.DOWN_NORM: "post_feedforward_layernorm",
+        }
     )

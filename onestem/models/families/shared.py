@@ -86,7 +86,7 @@ def rotary(
     """
     _refuse_both(fields)
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
-    rope = Fields(fields.mapping(name), f"{fields.source}: {name}")
+    rope = fields.within(name)
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise fields.unsupported(name, "one kind of RoPE for all layers")
     return _rotary(fields, rope, head_dim, max_position_embeddings, factor, theta)
@@ -289,9 +289,7 @@ def layer_windows(
 
 def text_fields(fields: Fields) -> Fields:
     """Fields of the text part, for a model that also reads images; else the fields themselves."""
-    if "text_config" not in fields.values:
-        return fields
-    return Fields(fields.mapping("text_config"), f"{fields.source}: text_config")
+    return fields.within("text_config") if "text_config" in fields.values else fields
 
 
 # Names in models that also read images: of the text part in old and new files, and of other parts.

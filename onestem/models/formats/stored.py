@@ -264,7 +264,7 @@ class _Reader:
 
     def some_of_each(self, codes: Tensor, scales: Tensor, zeros: Tensor, at: Tensor) -> Weight:
         """Some columns of each group, in groups of `PART`, filled up with columns of weight 0 for
-        input 0. A dense weight where no code stands for weight 0."""
+        input 0. A dense weight where no code means weight 0."""
         if self.group % PART or int(zeros.max()) >= 1 << self.scheme.bits:
             return (codes.float() - zeros[:, at]) * scales[:, at]
         counts = at.bincount(minlength=scales.shape[1])

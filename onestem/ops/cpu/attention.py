@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops.checks import check_scores
 from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
 from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
 
 __all__ = ["CpuAttention", "CpuCost", "PreparedCpu", "takes_size"]
@@ -72,8 +71,7 @@ class CpuAttention:
         return True
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedCpu:
-        isa = chosen_isa() if self.isa is None else checked_isa(self.isa)
-        return PreparedCpu(plan, share, isa, self.cost)
+        return PreparedCpu(plan, share, checked_isa(self.isa), self.cost)
 
 
 class PreparedCpu:
@@ -97,25 +95,16 @@ class PreparedCpu:
         self._page_size = plan.page_size
         self._last_page = self._native.last_page()
 
-    def attend(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> State:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `ops.attention`."""
         self._check(q, k_pages, v_pages)
-        check_scores(q, scale, alibi_slopes, softcap)
+        scores.check(q)
         strides = page_strides(k_pages, v_pages)
         num_rows, num_heads, head_dim = q.shape
         out = q.new_empty(num_rows, num_heads, head_dim)
         lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
         q = q.contiguous()
-        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+        slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
         self._native.attend(
             DTYPES[q.dtype],
             q.data_ptr(),
@@ -127,9 +116,9 @@ class PreparedCpu:
             num_heads,
             k_pages.shape[2],
             head_dim,
-            1 / math.sqrt(head_dim) if scale is None else scale,
+            scores.factor(head_dim),
             0 if slopes is None else slopes.data_ptr(),
-            0.0 if softcap is None else softcap,
+            scores.softcap or 0.0,
             torch.get_num_threads(),
         )
         return State(out, lse)

@@ -22,6 +22,7 @@ from onestem.ops.cpu.linear import CpuCodes
 from onestem.ops.kv import laid_out
 from onestem.ops.layers import Angles, Heads
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
+from onestem.ops.scores import PLAIN, Scores
 
 __all__ = ["find_fault"]
 
@@ -53,13 +54,10 @@ def _attention_agrees(isa: str, dtype: torch.dtype, generator: torch.Generator) 
         q = torch.randn(plan.num_rows, KV_HEADS * GROUP, head_dim, generator=generator).to(dtype)
         values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
         k, v = (laid_out(x, head_major=True) for x in values)
-        slopes = None if window is None else torch.linspace(0.01, 0.1, KV_HEADS * GROUP)
-        softcap = None if window is None else 20.0
+        slopes = torch.linspace(0.01, 0.1, KV_HEADS * GROUP)
+        scores = PLAIN if window is None else Scores(softcap=20.0, alibi_slopes=slopes)
         got, want = (
-            CpuAttention(isa=name)
-            .prepare(plan)
-            .attend(q, k, v, alibi_slopes=slopes, softcap=softcap)
-            for name in (isa, TRUSTED)
+            CpuAttention(isa=name).prepare(plan).attend(q, k, v, scores) for name in (isa, TRUSTED)
         )
         if not (_close(got.out, want.out) and _close(got.lse, want.lse, dtype)):
             return False

@@ -62,8 +62,10 @@ def isas() -> tuple[str, ...]:
     return tuple(name for name in module.compiled_isas() if module.has_isa(name))
 
 
-def checked_isa(name: str) -> str:
-    """`name`, if it can be used here; else raises `UnsupportedError`."""
+def checked_isa(name: str | None) -> str:
+    """`name`, if it can be used here, else raises `UnsupportedError`; None: the one in use."""
+    if name is None:
+        return chosen_isa()
     if name in isas():
         return name
     known = native().compiled_isas()
@@ -85,7 +87,12 @@ def chosen_isa() -> str:
     correctly. Chosen at the first call."""
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
-        return _without_fault(checked_isa(wanted))
+        if (fault := fault_of(checked_isa(wanted))) is None:
+            return wanted
+        raise UnsupportedError(
+            f"instruction set {wanted!r} computes {fault} wrongly on this machine: unset "
+            f"{ISA_VARIABLE}"
+        )
     names = isas()
     faulty = list(itertools.takewhile(fault_of, names))  # never the last, `portable`
     for name in faulty:
@@ -96,15 +103,6 @@ def chosen_isa() -> str:
             stacklevel=2,
         )
     return names[len(faulty)]
-
-
-def _without_fault(isa: str) -> str:
-    fault = fault_of(isa)
-    if fault is None:
-        return isa
-    raise UnsupportedError(
-        f"instruction set {isa!r} computes {fault} wrongly on this machine: unset {ISA_VARIABLE}"
-    )
 
 
 def status() -> str:

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.cpu.extension import DTYPES, checked_isa, native
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, RoundsApart, TorchLayers, check_halves
+from onestem.ops.layers import Angles, Heads, LayerOps, check_halves
 
 __all__ = ["CpuLayers"]
 
 
 @dataclass(frozen=True)
-class CpuLayers(RoundsApart):
-    """C++ implementation of `LayerOps`, with as many threads as torch uses. GELU and sinks are in
-    PyTorch.
+class CpuLayers(LayerOps):
+    """`LayerOps` in C++, with as many threads as torch uses. GELU and sinks are in PyTorch.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -36,7 +35,7 @@ class CpuLayers(RoundsApart):
         _check_same(hidden, out if delta is None else delta, hidden.shape)
         _check_weight(hidden, weight, width)
         native().add_rms_norm(
-            self._isa(),
+            checked_isa(self.isa),
             DTYPES[hidden.dtype],
             hidden.data_ptr(),
             0 if delta is None else delta.data_ptr(),
@@ -64,7 +63,7 @@ class CpuLayers(RoundsApart):
         _check_rope(qkv, heads, angles, slots, k_pages, v_pages)
         q = qkv.new_empty(rows, heads.num_q_heads, head_dim)
         written = native().rope_write(
-            self._isa(),
+            checked_isa(self.isa),
             DTYPES[qkv.dtype],
             qkv.data_ptr(),
             0 if heads.q_norm is None else heads.q_norm.data_ptr(),
@@ -99,7 +98,7 @@ class CpuLayers(RoundsApart):
         _check_same(gate_up, gate_up, (rows, 2 * width))
         out = gate_up.new_empty(rows, width)
         native().silu_mul(
-            self._isa(),
+            checked_isa(self.isa),
             DTYPES[gate_up.dtype],
             gate_up.data_ptr(),
             out.data_ptr(),
@@ -108,17 +107,6 @@ class CpuLayers(RoundsApart):
             torch.get_num_threads(),
         )
         return out
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """See `LayerOps`."""
-        return TorchLayers().gelu_mul(gate_up)
-
-    def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-        """See `LayerOps`."""
-        TorchLayers().share_sinks(out, lse, sinks)
-
-    def _isa(self) -> str:
-        return chosen_isa() if self.isa is None else checked_isa(self.isa)
 
 
 def _check_weight(x: Tensor, weight: Tensor, size: int) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.errors import ConfigError
-from onestem.ops.cpu.extension import DTYPES, checked_isa, chosen_isa, native
+from onestem.ops.cpu.extension import DTYPES, checked_isa, native
 
 __all__ = ["CpuCodes"]
 
@@ -113,7 +113,7 @@ class CpuCodes:
                 f"[{rows}, {self.out_features}], contiguous, on the CPU"
             )
         native().multiply_codes(
-            chosen_isa() if self.isa is None else checked_isa(self.isa),
+            checked_isa(self.isa),
             (DTYPES[x.dtype], DTYPES[y.dtype]),
             x.data_ptr(),
             y.data_ptr(),
@@ -133,6 +133,7 @@ class CpuCodes:
         return y
 
     def tensors(self) -> list[Tensor]:
+        """All tensors held, for counting bytes."""
         return [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])]
 
 

@@ -9,23 +9,21 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops.cpu.extension import chosen_isa, native
-from onestem.ops.sampling.interface import Drawn
-from onestem.ops.sampling.rows import RowTable
-from onestem.ops.sampling.torch_impl import TorchPenalties
+from onestem.ops.sampling import Drawn, RowTable, Sampling
 
 __all__ = ["CpuSampling"]
 
 
 @dataclass(frozen=True)
-class CpuSampling:
+class CpuSampling(Sampling):
     """`Sampling` in C++.
 
     Attributes:
         isa: instruction set; None: the one in use.
     """
 
-    isa: str | None = None
     name: str = "cpu"
+    isa: str | None = None
 
     def draw(self, logits: Tensor, rows: RowTable) -> Drawn:
         """Raises `ConfigError` unless the logits are float32 `[n, vocab]` on the CPU."""
@@ -79,9 +77,6 @@ class CpuSampling:
             torch.get_num_threads(),
         )
         return ranks
-
-    def penalties(self, vocab_size: int, device: torch.device) -> TorchPenalties:
-        return TorchPenalties(vocab_size)
 
     def _rows(self, logits: Tensor, index: Tensor) -> tuple[str, int, int, int, int]:
         count = logits.shape[1]

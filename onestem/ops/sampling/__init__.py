@@ -1,10 +1,9 @@
 """Sampling: tokens, log-probabilities and penalties, on the logits' device.
 
-The draw is an exponential race (`reference`). It needs no order of the vocabulary and no sums, so
-its cost does not depend on the distribution, and equal logits give the same token in any batch.
+The draw is an exponential race (docs/sampling.md). It needs no order of the vocabulary and no sums,
+so its cost does not depend on the distribution, and equal logits give the same token in any batch.
 """
 
-from onestem.ops.sampling.interface import Drawn, Penalties, Sampling
 from onestem.ops.sampling.rows import (
     IDLE,
     ROW,
@@ -13,7 +12,7 @@ from onestem.ops.sampling.rows import (
     STATUS_OK,
     RowTable,
 )
-from onestem.ops.sampling.torch_impl import TorchSampling, processed
+from onestem.ops.sampling.torch_impl import Drawn, Penalties, Sampling, processed
 
 __all__ = [
     "IDLE",
@@ -25,6 +24,5 @@ __all__ = [
     "Penalties",
     "RowTable",
     "Sampling",
-    "TorchSampling",
     "processed",
 ]

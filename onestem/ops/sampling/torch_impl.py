@@ -1,8 +1,9 @@
-"""Sampling in plain PyTorch, for devices without a kernel for it."""
+"""Sampling in PyTorch; devices with kernels have subclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,24 +11,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.ops.copies import on_device
-from onestem.ops.sampling.interface import Drawn
-from onestem.ops.sampling.reference import WEIGHT_BITS
 from onestem.ops.sampling.rows import STATUS_MASKED, STATUS_NOT_FINITE, RowTable
 
-__all__ = ["TorchPenalties", "TorchSampling"]
+__all__ = ["WEIGHT_BITS", "Drawn", "Penalties", "Sampling", "processed"]
+
+WEIGHT_BITS = 30  # for top-p, probabilities are counted in units of 2^-30 of the highest
 
 _ELEMENTS = 1 << 21  # of a piece of rows times the vocabulary, in int64 and float64
 _MASK_32 = 0xFFFFFFFF
 _ROUNDS = 10
 
 
+class Drawn(NamedTuple):
+    """Attributes:
+    ids: int64 `[n]`, the sampled tokens.
+    status: int32 `[n]`: `STATUS_OK`, or why there is no token.
+    """
+
+    ids: Tensor
+    status: Tensor
+
+
 @dataclass(frozen=True)
-class TorchSampling:
-    """`Sampling` in PyTorch. All arithmetic that decides a token is float64."""
+class Sampling:
+    """Sampling on one device. `index`, int64 `[m]`, selects rows of logits float32 `[n, vocab]`.
+    In PyTorch, all arithmetic that decides a token is float64."""
 
     name: str = "torch"
 
     def draw(self, logits: Tensor, rows: RowTable) -> Drawn:
+        """A token for each row, as docs/sampling.md defines it."""
         top, ids = logits.max(dim=-1)  # equal logits: the lowest id
         top = top.where(~logits.isnan().any(dim=-1), torch.nan)
         status = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
@@ -42,9 +55,12 @@ class TorchSampling:
         return Drawn(ids, status)
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Natural log of the sum of exponentials of each row, `[m]`."""
         return logits[index].double().logsumexp(dim=-1)
 
     def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Logits and ids (int64) `[m, count]` of the leading tokens: higher logits first, equal
+        ones by id. `count` is at most the vocabulary's size."""
         if count == 1:  # no need to sort
             values, ids = logits[index].max(dim=-1, keepdim=True)  # equal logits: the lowest id
             return values, ids
@@ -52,13 +68,15 @@ class TorchSampling:
         return values[:, :count], ids[:, :count]
 
     def ranks(self, logits: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+        """Number of tokens before a given one in the order of `leading`, int64 `[m]`."""
         values = logits[index]
         own = values.gather(1, ids[:, None])
         earlier = torch.arange(values.shape[1], device=ids.device) < ids[:, None]
         return ((values > own) | ((values == own) & earlier)).sum(dim=-1)
 
-    def penalties(self, vocab_size: int, device: torch.device) -> TorchPenalties:
-        return TorchPenalties(vocab_size)
+    def penalties(self, vocab_size: int, device: torch.device) -> Penalties:
+        """A new store of states, for logits on a device."""
+        return Penalties(vocab_size)
 
 
 def processed(logits: Tensor, rows: NDArray[np.void]) -> Tensor:
@@ -109,7 +127,8 @@ def _kept(logits: Tensor, heat: Tensor, rows: NDArray[np.void]) -> Tensor:
 
 
 def _waiting_times(rows: NDArray[np.void], steps: int, like: Tensor) -> Tensor:
-    """float64 `[m, vocab]` (see `onestem.ops.sampling.noise`)."""
+    """Exponentially distributed times, float64 `[m, vocab]`: `-log u` of u in (0, 1) with 64 bits.
+    Small ones, which decide, are exact relative to their size."""
     high, low = (_noise(rows, steps, like, stream) for stream in (0, 1))
     near = (high.double() * 2.0**32 + low.double() + 0.5) * 2.0**-64  # 1 - u
     far = ((_MASK_32 - high).double() * 2.0**32 + (_MASK_32 - low).double() + 0.5) * 2.0**-64
@@ -117,7 +136,8 @@ def _waiting_times(rows: NDArray[np.void], steps: int, like: Tensor) -> Tensor:
 
 
 def _noise(rows: NDArray[np.void], steps: int, like: Tensor, stream: int) -> Tensor:
-    """Philox4x32-10: words in int64 `[m, vocab]`."""
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): words in
+    int64 `[m, vocab]`."""
     vocab = like.shape[1]
     blocks = torch.arange(-(-vocab // 4), device=like.device)[None, :]
     token = (_column(rows, "token", like, torch.int64) + steps) & _MASK_32
@@ -141,8 +161,9 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), middle >> 16
 
 
-class TorchPenalties:
-    """`Penalties` with lists of seen ids on the host, and PyTorch on the logits' device.
+class Penalties:
+    """The tokens that rows have seen, in states with places from 0 on. Here they are on the host;
+    where a device has kernels they are on it.
 
     Args:
         vocab_size: columns of the logits; other ids are ignored.
@@ -155,6 +176,12 @@ class TorchPenalties:
     def assign(
         self, place: int, prompt: NDArray[np.integer] | None, output: NDArray[np.integer]
     ) -> None:
+        """Replace the state of a place.
+
+        Args:
+            prompt: ids that count for repetition alone; None: the row has no repetition penalty.
+            output: ids that count for all penalties, in any order.
+        """
         state = self._states[place] = _Seen()
         if prompt is not None:
             state.see(self._inside(prompt), 0)
@@ -162,6 +189,7 @@ class TorchPenalties:
             state.sample(token)
 
     def release(self, place: int) -> None:
+        """Free the state of a place until it is assigned again."""
         self._states.pop(place, None)
 
     def _inside(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -169,11 +197,15 @@ class TorchPenalties:
         return known[known < self._vocab_size]
 
     def apply(self, logits: Tensor, rows: RowTable) -> None:
+        """Change the logits `[n, vocab]` of the rows that have a state, in place. First repetition
+        (CTRL's, Keskar et al. 2019: a seen token's logit / p if positive, else * p), then OpenAI's
+        penalties (minus frequency * count + presence, over sampled tokens)."""
         for row in rows.penalised.tolist():
             asked = rows.rows[row]
             self._states[int(asked["penalty"])].apply(logits[row], asked)
 
     def note(self, rows: RowTable, ids: Tensor) -> None:
+        """Note that the rows have sampled these tokens, int64 `[n]`."""
         sampled = ids.tolist() if len(rows.penalised) else []
         for row in rows.penalised.tolist():
             self._states[int(rows.rows["penalty"][row])].sample(sampled[row])

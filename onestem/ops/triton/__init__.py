@@ -5,13 +5,12 @@ Importing this needs Triton, and running it an NVIDIA GPU or `TRITON_INTERPRET=1
 
 from onestem.ops.triton.attention import TritonAttention
 from onestem.ops.triton.config import KernelConfig, default_config, load_config
-from onestem.ops.triton.launch import Kernels, Scores, States
+from onestem.ops.triton.launch import Kernels, States
 from onestem.ops.triton.workspace import Workspace
 
 __all__ = [
     "KernelConfig",
     "Kernels",
-    "Scores",
     "States",
     "TritonAttention",
     "Workspace",

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.ops.checks import check_scores
 from onestem.ops.copies import on_device
 from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
 from onestem.ops.triton.config import KernelConfig
-from onestem.ops.triton.launch import Kernels, Scores, States
-from onestem.ops.work import make_work
+from onestem.ops.triton.launch import Kernels, States
 from onestem.ops.work.lists import KeptChoice
 
 __all__ = ["PreparedTriton", "TritonAttention"]
@@ -45,15 +45,6 @@ class TritonAttention:
         return PreparedTriton(plan, share, self)
 
 
-@dataclass(frozen=True, eq=False)
-class _OnDevice:
-    kernels: Kernels
-    control: Tensor
-    states: States
-    num_merges: int
-    wide: bool
-
-
 class PreparedTriton:
     """A plan. Its work list is made at the first layer, when the heads are known, and serves all
     layers. One object must not run on two streams at a time: its layers share partial states."""
@@ -62,45 +53,23 @@ class PreparedTriton:
         self.plan = plan
         self.share = share
         self.impl = impl
-        self._ready: dict[tuple[object, ...], _OnDevice] = {}
+        self._ready: dict[tuple[object, ...], Callable[..., None]] = {}
 
-    def attend(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> State:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `ops.attention`."""
         page_strides(k_pages, v_pages)  # one of the two layouts
-        check_scores(q, scale, alibi_slopes, softcap)
+        scores.check(q)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
             choice = self.impl.choices[(*key, self.plan.window)]
             self._ready[key] = self._make(q, k_pages.shape[2], choice)
-        ready = self._ready[key]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
-        scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-        ready.kernels.launch(
-            ready.control,
-            ready.states,
-            q.contiguous(),
-            k_pages,
-            v_pages,
-            out,
-            lse,
-            Scores(scale, softcap, slopes),
-            ready.num_merges,
-            ready.wide,
-        )
+        self._ready[key](q.contiguous(), k_pages, v_pages, out, lse, scores)
         return State(out, lse)
 
-    def _make(self, q: Tensor, num_kv_heads: int, choice: KeptChoice) -> _OnDevice:
+    def _make(self, q: Tensor, num_kv_heads: int, choice: KeptChoice) -> Callable[..., None]:
+        """The launch of the plan's list."""
         kernels = Kernels.make(
             num_q_heads=q.shape[1],
             num_kv_heads=num_kv_heads,
@@ -111,17 +80,14 @@ class PreparedTriton:
             windowed=self.plan.window is not None,
             config=self.impl.config,
         )
-        work = make_work(
-            self.plan,
-            kernels.cost,
-            num_kv_heads=num_kv_heads,
-            group=kernels.group,
-            share=self.share,
-            choice=choice.next(),
-        )
-        choice.keep(work)
+        work = kernels.listed(self.plan, choice, share=self.share)
         words = np.zeros(work.num_words, np.int32)
         work.pack(words)
         states = States.empty(max(1, work.num_states), q.shape[1], q.shape[2], q.device)
-        control = on_device(words, q.device)
-        return _OnDevice(kernels, control, states, len(work.merges), work.num_wide > 0)
+        return partial(
+            kernels.launch,
+            on_device(words, q.device),
+            states,
+            num_merges=len(work.merges),
+            wide=work.num_wide > 0,
+        )

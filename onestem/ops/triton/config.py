@@ -57,6 +57,7 @@ class KernelConfig:
     cached_share: float = 0.54
 
     def cost(self, num_sms: int) -> CostModel:
+        """The cost model of items on a GPU with `num_sms` multiprocessors."""
         return CostModel(
             self.tiles,
             (self.programs_per_sm[0] * num_sms, self.programs_per_sm[1] * num_sms),
@@ -69,10 +70,12 @@ class KernelConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, as `configs/DEVICE.json` has them."""
         return asdict(self)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> KernelConfig:
+        """The configuration of which `to_json` gave the fields."""
         tiles = tuple(Tile(**tile) for tile in fields["tiles"])
         rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

@@ -14,6 +14,8 @@ Tiles are not listed anywhere: each program finds its own from the number of row
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,51 +25,46 @@ from torch import Tensor
 
 from onestem.ops.experts import GroupedWeight
 from onestem.ops.triton.layers import gate_value
+from onestem.ops.triton.tiled import Tiles
 
 __all__ = [
     "GroupedExperts",
-    "Tiles",
+    "bias_of",
     "choose_tiles",
-    "e2m1",
+    "constants",
     "expert_tile",
+    "gated",
     "route",
     "sort_rows",
+    "tile_grid",
 ]
 
 _SORT_BLOCK = 4096
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Sizes of a product's tiles: rows, columns, and elements of a row that are summed at a time.
-    `up` has two weights, so twice the columns."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-# Maximum average rows of an expert, and the tiles of `up` and of `down` for them.
+# Maximum average rows of an expert, and the tiles of `up` (which has two weights, so twice the
+# outputs) and of `down` for them.
 _TILES = (
-    (1, Tiles(16, 32, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
-    (10, Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 128, 4, 4)),
-    (24, Tiles(32, 64, 128, 4, 3), Tiles(32, 128, 128, 4, 3)),
-    (56, Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
-    (float("inf"), Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 8, 4)),
+    (1, Tiles(32, 16), Tiles(64, 16)),
+    (10, Tiles(64, 16), Tiles(128, 16)),
+    (24, Tiles(64, 32, stages=3), Tiles(128, 32, stages=3)),
+    (56, Tiles(64, 64, columns=64), Tiles(128, 64, columns=64)),
+    (
+        math.inf,
+        Tiles(128, 128, warps=8, stages=3, columns=64),
+        Tiles(128, 128, warps=8, columns=64),
+    ),
 )
-_WIDE_TILES = Tiles(32, 32, 32, 4, 2)  # for float32, which takes twice the memory and is rare
+# For float32, which takes twice the memory and is rare.
+_WIDE = Tiles(32, 32, stages=2, columns=32)
+_WIDE_TILES = ((math.inf, _WIDE, _WIDE),)
 
 
-def choose_tiles(rows: int, num: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+def choose_tiles(
+    table: Iterable[tuple[float, Tiles, Tiles]], rows: int, num: int
+) -> tuple[Tiles, Tiles]:
     """Tiles of `up` and of `down` if `num` experts have `rows` rows in all."""
-    if dtype == torch.float32:
-        return _WIDE_TILES, _WIDE_TILES
-    return next((up, down) for most, up, down in _TILES if rows <= most * num)
-
-
-# ------------------------------------------------------------------------------------- which rows
+    return next((up, down) for most, up, down in table if rows <= most * num)
 
 
 @triton.jit
@@ -156,9 +153,6 @@ def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
-# --------------------------------------------------------------------------------------- products
-
-
 @triton.jit
 def expert_tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """(expert, its tile's first place, its end); an expert of `num` or more: no such tile."""
@@ -174,12 +168,16 @@ def expert_tile(ends, tile, num, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def e2m1(byte, left: tl.constexpr):
-    """The e2m1 value (sign, two bits of exponent, one of mantissa) in int32 from bit `left` on,
-    times 2 ** -126. The bits become the lowest exponents of float32, with 0 and 0.5 among its
-    subnormal numbers."""
-    bits = (byte << (22 - left)) & 0x01C00000 | (byte << (28 - left)) & -2147483648
-    return bits.to(tl.float32, bitcast=True)
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.constexpr):
+    """What an expert makes of a gate's products and those of `up`; see `GroupedExperts`."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    if GELU:
+        value = gate_value(gate, True) * up
+    else:
+        value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+    return value
 
 
 @triton.jit
@@ -201,10 +199,12 @@ def _load_rows(x, row, inside, k, size, BLOCK_K: tl.constexpr):
 @triton.jit
 def _up_kernel(
     x, order, ends, values, bias, out, num, top_k, hidden, inner, alpha, limit,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CLAMPED: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.out
+    BLOCK_K: tl.constexpr = TILES.columns
     expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         place = first + tl.arange(0, BLOCK_M)
@@ -224,13 +224,7 @@ def _up_kernel(
         if BIAS:
             gate += tl.load(bias + line, mask=in_n, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + line + inner, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        if CLAMPED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        if GELU:
-            value = gate_value(gate, True) * up
-        else:
-            value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        value = gated(gate, up, alpha, limit, CLAMPED, GELU)
         to = out + place.to(tl.int64)[:, None] * inner + n[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=inside[:, None] & in_n[None, :])
 
@@ -238,9 +232,11 @@ def _up_kernel(
 @triton.jit
 def _down_kernel(
     x, order, ends, values, bias, factors, out, num, inner, hidden,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.out
+    BLOCK_K: tl.constexpr = TILES.columns
     expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         place = first + tl.arange(0, BLOCK_M)
@@ -280,62 +276,49 @@ class GroupedExperts:
     def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
         chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
-        order, ends = sort_rows(chosen, len(self.up.values))
-        tiles = choose_tiles(chosen.numel(), len(ends), x.dtype)
-        inner = self.gated(x, order, ends, chosen.shape[1], tiles[0])
-        return self.summed(inner, order, ends, scores, tiles[1])
-
-    def gated(self, x: Tensor, order: Tensor, ends: Tensor, top_k: int, tiles: Tiles) -> Tensor:
-        """x `[n, hidden_size]` -> `[n * top_k, intermediate_size]`, in `order`."""
-        weight, num, total = self.up, len(ends), len(order)
-        hidden, inner = x.shape[1], weight.values.shape[1] // 2
-        out = torch.empty(total, inner, dtype=x.dtype, device=x.device)
-        alpha, limit = self.clamp or (1.0, 0.0)
-        if total:
-            _up_kernel[_grid(total, num, inner, tiles)](
-                x.contiguous(), order, ends, *_pointers(weight), out, num, top_k, hidden, inner,
-                alpha, limit, CLAMPED=self.clamp is not None, GELU=self.gelu,
-                **_constants(weight, x, num, tiles),
-            )  # fmt: skip
-        return out
-
-    def summed(
-        self, x: Tensor, order: Tensor, ends: Tensor, scores: Tensor, tiles: Tiles
-    ) -> Tensor:
-        """x `[n * top_k, intermediate_size]` in `order` -> `[n, hidden_size]`."""
-        weight, num, total = self.down, len(ends), len(order)
-        hidden, inner = weight.values.shape[1], x.shape[1]
+        num, size, hidden = len(self.up.values), x.shape[1], self.down.values.shape[1]
+        order, ends = sort_rows(chosen, num)
+        total, width = len(order), self.up.values.shape[1] // 2
+        inner = torch.empty(total, width, dtype=x.dtype, device=x.device)
         out = torch.empty(*scores.shape, hidden, dtype=x.dtype, device=x.device)
+        alpha, limit = self.clamp or (1.0, 0.0)
+        is_wide = x.dtype == torch.float32
+        precision = "ieee" if is_wide else "tf32"
         if total:
-            _down_kernel[_grid(total, num, hidden, tiles)](
-                x, order, ends, *_pointers(weight), scores, out, num, inner, hidden,
-                **_constants(weight, x, num, tiles),
+            of_up, of_down = choose_tiles(_WIDE_TILES if is_wide else _TILES, total, num)
+            _up_kernel[tile_grid(total, num, width, of_up)](
+                x.contiguous(), order, ends, self.up.values, bias_of(self.up.bias, x), inner, num,
+                chosen.shape[1], size, width, alpha, limit, CLAMPED=self.clamp is not None,
+                GELU=self.gelu, PRECISION=precision, **constants(self.up.bias, num, of_up),
+            )  # fmt: skip
+            _down_kernel[tile_grid(total, num, hidden, of_down)](
+                inner, order, ends, self.down.values, bias_of(self.down.bias, x), scores, out, num,
+                width, hidden, PRECISION=precision, **constants(self.down.bias, num, of_down),
             )  # fmt: skip
         return out.sum(1)
 
     def tensors(self) -> list[Tensor]:
+        """All tensors held, for counting bytes."""
         return self.up.tensors() + self.down.tensors()
 
 
-def _grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
+def tile_grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
     """Programs by columns and by tiles of rows: the maximum for `total` rows of `num` experts,
     however rows are distributed."""
-    return triton.cdiv(columns, tiles.n), min(total, total // tiles.m + num)
+    return triton.cdiv(columns, tiles.out), min(total, total // tiles.rows + num)
 
 
-def _pointers(weight: GroupedWeight) -> tuple[Tensor, Tensor]:
-    """A weight's tensors for a kernel; an unused one is a placeholder of the right type."""
-    return weight.values, weight.values if weight.bias is None else weight.bias
+def bias_of(bias: Tensor | None, x: Tensor) -> Tensor:
+    """A bias for a kernel; if there is none, a placeholder of the right type."""
+    return x if bias is None else bias
 
 
-def _constants(weight: GroupedWeight, x: Tensor, num: int, tiles: Tiles) -> dict[str, object]:
+def constants(bias: Tensor | None, num: int, tiles: Tiles) -> dict[str, object]:
+    """What both products of `num` experts are compiled for."""
     return {
-        "BIAS": weight.bias is not None,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "BIAS": bias is not None,
         "BLOCK_E": triton.next_power_of_2(num),
-        "BLOCK_M": tiles.m,
-        "BLOCK_N": tiles.n,
-        "BLOCK_K": tiles.k,
+        "TILES": tiles,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }

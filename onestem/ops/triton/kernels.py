@@ -13,41 +13,40 @@ final `lse` becomes a natural logarithm.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onestem.ops.triton.words import (
-    AT_DEST,
-    AT_MERGES,
-    AT_PAGES,
-    AT_POSITIONS,
-    AT_ROWS,
-    AT_WALK,
-    CLEAR_HI,
-    CLEAR_LO,
-    END,
-    ENTRY,
-    FIRST_ENTRY,
-    FIRST_STATE,
-    HEADER,
-    HI,
-    LN_2,
-    LOG2_E,
-    NUM_MERGES,
-    NUM_PARTS,
-    NUM_ROWS,
-    NUM_WALK,
-    POSITION,
-    QUEUE,
-    RECORD,
-    ROW_START,
-    STEP,
-    WALK_START,
-    WINDOW,
-)
+from onestem.ops.triton.words import LN_2, LOG2_E, W
 
 __all__ = ["attend_kernel", "merge_kernel"]
+
+
+class _Inputs(NamedTuple):
+    """The tensors of a launch but its list, and how scores change."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    out: tl.tensor
+    lse: tl.tensor
+    part_out: tl.tensor
+    part_lse: tl.tensor
+    slopes: tl.tensor
+    scale: tl.tensor
+    softcap: tl.tensor
+
+
+class _View(NamedTuple):
+    """What each row of a tile sees of a walk entry, `[BLOCK_M]`: its end, its oldest token, its own
+    place, and the slope of its head."""
+
+    last: tl.tensor
+    oldest: tl.tensor
+    distance: tl.tensor
+    slope: tl.tensor
 
 
 @triton.jit
@@ -134,56 +133,45 @@ def _attend_tile(
     page,
     start,
     stop,
-    last,
-    oldest,
-    distance,
-    k,
-    v,
+    view,
     head,
-    slope,
-    scale,
-    softcap,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_MAJOR: tl.constexpr,
+    inputs,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Attend to tokens start .. start + BLOCK_N - 1 of a walk entry, at places x. With MASKED, row
     m sees those from oldest[m] on that are below both stop and last[m]."""
+    scale, softcap = inputs.scale, inputs.softcap
     EXACT: tl.constexpr = query.dtype == tl.float32
     n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    d = tl.arange(0, FORM.block_d)  # [BLOCK_D]
     if HEAD_MAJOR:  # the tokens of a head are adjacent in a page
-        line = (page.to(tl.int64) * NUM_KV_HEADS + head) * PAGE_SIZE + x % PAGE_SIZE
+        line = (page.to(tl.int64) * FORM.num_kv_heads + head) * FORM.page_size + x % FORM.page_size
     else:
-        line = (page.to(tl.int64) * PAGE_SIZE + x % PAGE_SIZE) * NUM_KV_HEADS + head
-    where = line * HEAD_DIM  # [BLOCK_N]
+        line = (page.to(tl.int64) * FORM.page_size + x % FORM.page_size) * FORM.num_kv_heads + head
+    where = line * FORM.head_dim  # [BLOCK_N]
     offsets = where[:, None] + d[None, :]  # [BLOCK_N, BLOCK_D]
-    if HEAD_DIM == BLOCK_D:
-        key = tl.load(k + offsets)
-        value = tl.load(v + offsets)
+    if FORM.head_dim == FORM.block_d:
+        key = tl.load(inputs.k + offsets)
+        value = tl.load(inputs.v + offsets)
     else:
-        key = tl.load(k + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        value = tl.load(v + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        key = tl.load(inputs.k + offsets, mask=(d < FORM.head_dim)[None, :], other=0.0)
+        value = tl.load(inputs.v + offsets, mask=(d < FORM.head_dim)[None, :], other=0.0)
     score = _products(query, key)  # [BLOCK_M, BLOCK_N]
-    if SOFTCAP:
+    if FORM.softcap:
         score = softcap * _tanh(score * (scale / softcap), EXACT) * LOG2_E
-    elif ALIBI:
+    elif FORM.alibi:
         score = score * (scale * LOG2_E)
-    if ALIBI:
-        score += slope[:, None] * (n[None, :] - distance[:, None]).to(tl.float32)
+    if FORM.alibi:
+        score += view.slope[:, None] * (n[None, :] - view.distance[:, None]).to(tl.float32)
     if MASKED:
-        seen = n[None, :] < tl.minimum(last, stop)[:, None]
-        if WINDOWED:
-            seen &= n[None, :] >= oldest[:, None]
+        seen = n[None, :] < tl.minimum(view.last, stop)[:, None]
+        if FORM.windowed:
+            seen &= n[None, :] >= view.oldest[:, None]
         score = tl.where(seen, score, float("-inf"))
-    if SOFTCAP or ALIBI:
+    if FORM.softcap or FORM.alibi:
         new_max = tl.maximum(running_max, tl.max(score, 1))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weight = _exp2(score - safe_max[:, None], EXACT)
@@ -204,127 +192,108 @@ def _attend_item(
     control,
     record,
     head,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    part_out,
-    part_lse,
-    slopes,
-    scale,
-    softcap,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_MAJOR: tl.constexpr,
+    inputs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Walk one item for one KV head. SPLIT: tokens that all rows see are walked without a mask."""
-    num_rows = tl.load(record + NUM_ROWS)
-    row_start = tl.load(record + ROW_START)
-    num_walk = tl.load(record + NUM_WALK)
-    more = control + tl.load(control + AT_WALK) + tl.load(record + WALK_START) * ENTRY
-    pages = control + tl.load(control + AT_PAGES)
+    num_rows = tl.load(record + W.NUM_ROWS)
+    row_start = tl.load(record + W.ROW_START)
+    num_walk = tl.load(record + W.NUM_WALK)
+    more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
+    pages = control + tl.load(control + W.AT_PAGES)
 
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    j = m // GROUP  # [BLOCK_M] row of the item
-    q_head = head * GROUP + m % GROUP  # [BLOCK_M]
+    j = m // FORM.group  # [BLOCK_M] row of the item
+    q_head = head * FORM.group + m % FORM.group  # [BLOCK_M]
     used = j < num_rows
-    d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    inside = used[:, None] & (d < HEAD_DIM)[None, :]
-    row = tl.load(control + tl.load(control + AT_ROWS) + row_start + j, mask=used, other=0)
-    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    at = (row.to(tl.int64) * num_heads + q_head) * HEAD_DIM  # [BLOCK_M]
-    query = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
+    d = tl.arange(0, FORM.block_d)  # [BLOCK_D]
+    inside = used[:, None] & (d < FORM.head_dim)[None, :]
+    row = tl.load(control + tl.load(control + W.AT_ROWS) + row_start + j, mask=used, other=0)
+    num_heads: tl.constexpr = FORM.num_kv_heads * FORM.group
+    at = (row.to(tl.int64) * num_heads + q_head) * FORM.head_dim  # [BLOCK_M]
+    query = tl.load(inputs.q + at[:, None] + d[None, :], mask=inside, other=0.0)
     position = j  # [BLOCK_M] position id of the row, if it is needed
-    slope = scale
-    if WINDOWED or ALIBI:
-        position = tl.load(control + tl.load(control + AT_POSITIONS) + row, mask=used, other=0)
-    if ALIBI:
-        slope = tl.load(slopes + q_head, mask=used, other=0.0) * LOG2_E
+    slope = inputs.scale
+    if FORM.windowed or FORM.alibi:
+        position = tl.load(control + tl.load(control + W.AT_POSITIONS) + row, mask=used, other=0)
+    if FORM.alibi:
+        slope = tl.load(inputs.slopes + q_head, mask=used, other=0.0) * LOG2_E
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, FORM.block_d], tl.float32)
     for index in range(num_walk):
-        entry = tl.where(index == 0, record + FIRST_ENTRY, more + (index - 1) * ENTRY)
+        entry = tl.where(index == 0, record + W.FIRST_ENTRY, more + (index - 1) * W.ENTRY)
         lo = tl.load(entry)
-        clear_lo = tl.load(entry + CLEAR_LO)
-        clear_hi = tl.load(entry + CLEAR_HI)
-        hi = tl.load(entry + HI)
-        last = tl.load(entry + END) + j * tl.load(entry + STEP)  # [BLOCK_M] each row's end
-        distance = position - tl.load(entry + POSITION)  # [BLOCK_M] its own place in the entry
+        clear_lo = tl.load(entry + W.CLEAR_LO)
+        clear_hi = tl.load(entry + W.CLEAR_HI)
+        hi = tl.load(entry + W.HI)
+        last = tl.load(entry + W.END) + j * tl.load(entry + W.STEP)  # [BLOCK_M] each row's end
+        distance = position - tl.load(entry + W.POSITION)  # [BLOCK_M] its own place in the entry
         oldest = distance
-        if WINDOWED:
-            oldest = distance - tl.load(control + WINDOW) + 1
+        if FORM.windowed:
+            oldest = distance - tl.load(control + W.WINDOW) + 1
+        view = _View(last, oldest, distance, slope)
         tail = lo
         head_tiles = 0
         if SPLIT:
             tail = clear_lo + tl.maximum(clear_hi - clear_lo, 0) // BLOCK_N * BLOCK_N
-            x, page = _locate(pages, clear_lo, hi, PAGE_SIZE, BLOCK_N)
+            x, page = _locate(pages, clear_lo, hi, FORM.page_size, BLOCK_N)
             for start in tl.range(clear_lo, tail, BLOCK_N, num_stages=STAGES):
                 # Page ids are read one tile ahead of the keys, outside the chain of the loads.
-                next_x, next_page = _locate(pages, start + BLOCK_N, hi, PAGE_SIZE, BLOCK_N)
+                next_x, next_page = _locate(pages, start + BLOCK_N, hi, FORM.page_size, BLOCK_N)
                 running_max, denominator, total = _attend_tile(
-                    query, running_max, denominator, total, x, page, start, hi, last, oldest,
-                    distance, k, v, head, slope, scale, softcap,
-                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, HEAD_MAJOR, BLOCK_N, BLOCK_D,
-                    False, WINDOWED, ALIBI, SOFTCAP,
+                    query, running_max, denominator, total, x, page, start, hi, view, head,
+                    inputs, BLOCK_N, False, HEAD_MAJOR, FORM,
                 )  # fmt: skip
                 x, page = next_x, next_page
-            if WINDOWED:
+            if FORM.windowed:
                 head_tiles = tl.cdiv(tl.maximum(tl.minimum(clear_lo, hi) - lo, 0), BLOCK_N)
         tiles = head_tiles + tl.cdiv(tl.maximum(hi - tail, 0), BLOCK_N)
-        start = lo if WINDOWED else tail
+        start = lo if FORM.windowed else tail
         stop = hi
-        if WINDOWED:
+        if FORM.windowed:
             start = tl.where(head_tiles > 0, lo, tail)
             stop = tl.where(head_tiles > 0, tl.minimum(clear_lo, hi), hi)
-        x, page = _locate(pages, start, stop, PAGE_SIZE, BLOCK_N)
+        x, page = _locate(pages, start, stop, FORM.page_size, BLOCK_N)
         for tile in tl.range(0, tiles, num_stages=STAGES):
             next_start = start + BLOCK_N
             next_stop = stop
-            if WINDOWED:
+            if FORM.windowed:
                 jump = tile + 1 == head_tiles
                 next_start = tl.where(jump, tail, next_start)
                 next_stop = tl.where(jump, hi, next_stop)
-            next_x, next_page = _locate(pages, next_start, next_stop, PAGE_SIZE, BLOCK_N)
+            next_x, next_page = _locate(pages, next_start, next_stop, FORM.page_size, BLOCK_N)
             running_max, denominator, total = _attend_tile(
-                query, running_max, denominator, total, x, page, start, stop, last, oldest,
-                distance, k, v, head, slope, scale, softcap,
-                NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, HEAD_MAJOR, BLOCK_N, BLOCK_D,
-                True, WINDOWED, ALIBI, SOFTCAP,
+                query, running_max, denominator, total, x, page, start, stop, view, head,
+                inputs, BLOCK_N, True, HEAD_MAJOR, FORM,
             )  # fmt: skip
             x, page, start, stop = next_x, next_page, next_start, next_stop
 
-    dest = tl.load(control + tl.load(control + AT_DEST) + row_start + j, mask=used, other=-1)
+    dest = tl.load(control + tl.load(control + W.AT_DEST) + row_start + j, mask=used, other=-1)
     seen = denominator > 0.0
     safe = tl.where(seen, denominator, 1.0)
     result = _divide(total, safe[:, None], query.dtype == tl.float32)
     log_sum = tl.where(seen, running_max + _log2(safe, query.dtype == tl.float32), float("-inf"))
     final = used & (dest < 0)
     tl.store(
-        out + at[:, None] + d[None, :],
-        result.to(out.dtype.element_ty),
+        inputs.out + at[:, None] + d[None, :],
+        result.to(inputs.out.dtype.element_ty),
         mask=inside & final[:, None],
     )
-    tl.store(lse + row * num_heads + q_head, log_sum * LN_2, mask=final)
+    tl.store(inputs.lse + row * num_heads + q_head, log_sum * LN_2, mask=final)
     place = dest.to(tl.int64) * num_heads + q_head
     tl.store(
-        part_out + place[:, None] * HEAD_DIM + d[None, :],
+        inputs.part_out + place[:, None] * FORM.head_dim + d[None, :],
         result,
         mask=inside & (dest >= 0)[:, None],
     )
-    tl.store(part_lse + place, log_sum, mask=used & (dest >= 0))
+    tl.store(inputs.part_lse + place, log_sum, mask=used & (dest >= 0))
 
 
 @triton.jit
@@ -340,12 +309,6 @@ def attend_kernel(
     slopes,
     scale,
     softcap,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_MAJOR: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     M0: tl.constexpr,
     N0: tl.constexpr,
     STAGES0: tl.constexpr,
@@ -353,10 +316,9 @@ def attend_kernel(
     N1: tl.constexpr,
     STAGES1: tl.constexpr,
     WIDE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Walk the items with many rows (WIDE: all of tile shape 1) or those with few (each record
     names its shape).
@@ -366,33 +328,26 @@ def attend_kernel(
     """
     if DEPENDENT:
         gdc_launch_dependents()
-    records = control + HEADER
+    inputs = _Inputs(q, k, v, out, lse, part_out, part_lse, slopes, scale, softcap)
+    records = control + W.HEADER
     if WIDE:
-        records += tl.load(control) * RECORD
-    num_works = tl.load(control + WIDE) * NUM_KV_HEADS
+        records += tl.load(control) * W.RECORD
+    num_works = tl.load(control + WIDE) * FORM.num_kv_heads
     work = tl.program_id(0)
     while work < num_works:
-        record = records + (work // NUM_KV_HEADS) * RECORD
-        head = work % NUM_KV_HEADS
+        record = records + (work // FORM.num_kv_heads) * W.RECORD
+        head = work % FORM.num_kv_heads
         narrow = False if WIDE else tl.load(record) == 0
         if narrow:
-            _attend_item(
-                control, record, head, q, k, v, out, lse, part_out, part_lse, slopes, scale,
-                softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, HEAD_MAJOR, M0, N0, BLOCK_D,
-                STAGES0, False, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
+            _attend_item(control, record, head, inputs, M0, N0, STAGES0, False, HEAD_MAJOR, FORM)
         else:
-            _attend_item(
-                control, record, head, q, k, v, out, lse, part_out, part_lse, slopes, scale,
-                softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, HEAD_MAJOR, M1, N1, BLOCK_D,
-                STAGES1, True, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
+            _attend_item(control, record, head, inputs, M1, N1, STAGES1, True, HEAD_MAJOR, FORM)
         if num_works > tl.num_programs(0):
-            taken = tl.atomic_add(control + QUEUE + WIDE, 1)
+            taken = tl.atomic_add(control + W.QUEUE + WIDE, 1)
             work = tl.num_programs(0) + taken
             # One addition follows each work, so the last one can reset the counter.
             if taken == num_works - 1:
-                tl.store(control + QUEUE + WIDE, 0)
+                tl.store(control + W.QUEUE + WIDE, 0)
         else:
             work = num_works
 
@@ -401,8 +356,8 @@ def attend_kernel(
 def _merge(merges, index, there):
     """A merge's row, its first state and its number of states."""
     row = tl.load(merges + index * 4, mask=there, other=0)
-    first = tl.load(merges + index * 4 + FIRST_STATE, mask=there, other=0)
-    parts = tl.load(merges + index * 4 + NUM_PARTS, mask=there, other=0)
+    first = tl.load(merges + index * 4 + W.FIRST_STATE, mask=there, other=0)
+    parts = tl.load(merges + index * 4 + W.NUM_PARTS, mask=there, other=0)
     return row.to(tl.int64), first.to(tl.int64), parts
 
 
@@ -427,8 +382,8 @@ def merge_kernel(
     after both; the others end at once. UNROLL: states that are loaded at a time.
     """
     EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
-    num_works = tl.load(control + NUM_MERGES) * NUM_HEADS
-    merges = control + tl.load(control + AT_MERGES)
+    num_works = tl.load(control + W.NUM_MERGES) * NUM_HEADS
+    merges = control + tl.load(control + W.AT_MERGES)
     work = tl.program_id(0)
     row, first, parts = _merge(merges, work // NUM_HEADS, work < num_works)
     if DEPENDENT:  # noqa: SIM102 - decided when compiled

@@ -13,30 +13,21 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.kv import page_strides
+from onestem.ops.plan import AttentionPlan
+from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.triton.config import KernelConfig, load_config
 from onestem.ops.triton.kernels import attend_kernel, merge_kernel
-from onestem.ops.work import CostModel
+from onestem.ops.triton.words import Form, HopperForm
+from onestem.ops.work import CostModel, WorkList, make_work
+from onestem.ops.work.lists import KeptChoice
 
-__all__ = ["Kernels", "Scores", "States", "takes_heads", "takes_hopper"]
+__all__ = ["Kernels", "States", "takes_heads", "takes_hopper"]
 
 MERGING = 32  # programs of one warp that a multiprocessor holds
 MAX_HEAD_DIM, MAX_HOPPER_HEAD_DIM = 512, 256
 MAX_GROUP = 128  # query heads of a KV head: a row's are in one tile
 MAX_TILE = 128 * 256  # elements of its queries
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Changes of the scores, see `ops.attention`. `alibi_slopes`: float32 `[num_q_heads]`."""
-
-    scale: float
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ConfigError(f"scale is {self.scale}, expected a positive number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +43,7 @@ class States:
 
     @staticmethod
     def empty(max_states: int, num_q_heads: int, head_dim: int, device: torch.device) -> States:
+        """Memory for `max_states`, not initialised."""
         out = torch.empty(max_states, num_q_heads, head_dim, dtype=torch.float32, device=device)
         return States(out, torch.empty(out.shape[:2], dtype=torch.float32, device=device))
 
@@ -139,6 +131,30 @@ class Kernels:
         """The cost model that decides about sharing and cuts."""
         return self.config.cost(self.num_sms)
 
+    def listed(
+        self, plan: AttentionPlan, choice: KeptChoice, *, share: bool, **limits: int | None
+    ) -> WorkList:
+        """The work list of a plan (`make_work`), made with the choice of those before it.
+
+        Raises:
+            ConfigError: the plan has a window and the kernels have not, or the reverse.
+        """
+        if (plan.window is not None) != self.windowed:
+            raise ConfigError(
+                f"the plan's window is {plan.window}, the kernels have windowed={self.windowed}"
+            )
+        work = make_work(
+            plan,
+            self.cost,
+            num_kv_heads=self.num_kv_heads,
+            group=self.group,
+            share=share,
+            choice=choice.next(),
+            **limits,
+        )
+        choice.keep(work)
+        return work
+
     def launch(
         self,
         control: Tensor,
@@ -148,7 +164,7 @@ class Kernels:
         v_pages: Tensor,
         out: Tensor,
         lse: Tensor,
-        scores: Scores | None = None,
+        scores: Scores = PLAIN,
         num_merges: int | None = None,
         wide: bool = True,
     ) -> None:
@@ -158,7 +174,6 @@ class Kernels:
         merges; 0: there is no second launch. None: all rows, as needed for a launch that a graph
         replays for other plans.
         """
-        scores = scores or Scores(1 / math.sqrt(self.head_dim))
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
         if self.hopper:
             self._attend_hopper(tensors, scores, self.most_queries(len(q), wide))
@@ -169,13 +184,13 @@ class Kernels:
         self.merge(control, states, out, lse, num_merges)
 
     def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores, most: int) -> None:
-        from onestem.ops.triton.sm90 import attend_hopper, box_tokens, descriptors
+        from onestem.ops.triton.sm90 import attend_hopper, descriptors
 
         control, q, k_pages, v_pages, *results = tensors
         block_n = self.config.tiles[-1].block_n
         assert self.config.hopper_registers is not None
         registers, copy_registers = self.config.hopper_registers
-        box = box_tokens(self.page_size, block_n)
+        box = min(self.page_size, block_n)
         attend_hopper[(self.num_sms,)](
             control,
             q,
@@ -183,15 +198,16 @@ class Kernels:
             *results,
             *self._score_arguments(tensors, scores),
             len(control),
-            BLOCK_D=triton.next_power_of_2(self.head_dim),
-            BLOCK_N=block_n,
-            STAGES=self.config.stages[-1],
-            BOX=box,
-            COLUMNS=self.config.tiles[0].block_m if len(self.config.tiles) > 2 else 0,
-            MOST=most,
+            FORM=HopperForm(
+                **self._form(scores),
+                block_n=block_n,
+                stages=self.config.stages[-1],
+                box=box,
+                columns=self.config.tiles[0].block_m if len(self.config.tiles) > 2 else 0,
+                most=most,
+            ),
             REGISTERS=registers,
             COPY_REGISTERS=copy_registers,
-            **self._common_arguments(scores),
             num_warps=4,
         )
 
@@ -200,11 +216,10 @@ class Kernels:
         attend_kernel[(config.programs_per_sm[wide] * self.num_sms,)](
             *tensors,
             *self._score_arguments(tensors, scores),
-            BLOCK_D=max(16, triton.next_power_of_2(self.head_dim)),
-            HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
             **self._tile_arguments(wide),
-            **self._common_arguments(scores),
             WIDE=wide,
+            HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
+            FORM=Form(**self._form(scores)),
             DEPENDENT=self.dependent and not wide,
             num_warps=config.num_warps[wide],
         )
@@ -213,18 +228,23 @@ class Kernels:
         self, tensors: tuple[Tensor, ...], scores: Scores
     ) -> tuple[Tensor, float, float]:
         """slopes, scale, softcap; unused ones are placeholders of the right type."""
-        slopes = tensors[5] if scores.alibi_slopes is None else scores.alibi_slopes
-        return slopes, float(scores.scale), float(scores.softcap or 0.0)
+        scale = float(scores.factor(self.head_dim))
+        if not scale > 0:
+            raise ConfigError(f"scale is {scale}, expected a positive number")
+        slopes = tensors[5] if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
+        return slopes, scale, float(scores.softcap or 0.0)
 
-    def _common_arguments(self, scores: Scores) -> dict[str, Any]:
+    def _form(self, scores: Scores) -> dict[str, Any]:
+        """The fields of a `Form`."""
         return {
-            "NUM_KV_HEADS": self.num_kv_heads,
-            "GROUP": self.group,
-            "HEAD_DIM": self.head_dim,
-            "PAGE_SIZE": self.page_size,
-            "WINDOWED": self.windowed,
-            "ALIBI": scores.alibi_slopes is not None,
-            "SOFTCAP": scores.softcap is not None,
+            "num_kv_heads": self.num_kv_heads,
+            "group": self.group,
+            "head_dim": self.head_dim,
+            "block_d": max(16, triton.next_power_of_2(self.head_dim)),
+            "page_size": self.page_size,
+            "windowed": self.windowed,
+            "alibi": scores.alibi_slopes is not None,
+            "softcap": scores.softcap is not None,
         }
 
     def _tile_arguments(self, wide: int) -> dict[str, int]:
@@ -294,20 +314,11 @@ def takes_hopper(
 ) -> bool:
     """Whether the kernel for Hopper runs on a device with these heads and pages."""
     _, num_sms, has_hopper = _device(device)
-    # Each KV head needs programs of both roles.
-    return has_hopper and _suits_hopper(dtype, head_dim, page_size) and 2 * num_kv_heads <= num_sms
-
-
-def _suits_hopper(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether the kernel for Hopper takes these: 16 bits, whole pages, heads of 64 to 256 whose
-    rows begin at multiples of 16 bytes."""
+    # Rows of a head begin at multiples of 16 bytes, and pages are copied whole.
+    suits = head_dim % 8 == 0 and 64 <= head_dim <= MAX_HOPPER_HEAD_DIM
     whole = page_size >= 8 and page_size & (page_size - 1) == 0
-    return (
-        dtype.itemsize == 2
-        and head_dim % 8 == 0
-        and 64 <= head_dim <= MAX_HOPPER_HEAD_DIM
-        and whole
-    )
+    # Each KV head needs programs of both roles.
+    return has_hopper and dtype.itemsize == 2 and suits and whole and 2 * num_kv_heads <= num_sms
 
 
 @cache

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, check_halves
+from onestem.ops.layers import Angles, Heads, LayerOps, check_halves
 from onestem.ops.rounding import LARGEST, RoundedRows
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
@@ -205,7 +205,7 @@ def _share_sinks(out, lse, sinks, num_heads, head_dim, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class TritonLayers:
+class TritonLayers(LayerOps):
     """`LayerOps` with one kernel each."""
 
     name: str = "triton"

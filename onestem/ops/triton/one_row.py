@@ -19,7 +19,7 @@ x. A product sums over columns, so their order may be that of the words.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -30,6 +30,9 @@ from triton.experimental.gluon import language as gl
 from onestem.ops.triton.dependent import dependent_launch
 from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.versions import barrier, viewed
+
+if TYPE_CHECKING:
+    from onestem.ops.triton.tiled import TiledGroups
 
 __all__ = ["one_row_product"]
 
@@ -72,34 +75,23 @@ OPERANDS: gl.constexpr = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] 
 def _words(at, there, HALVES: gl.constexpr, LOWER: gl.constexpr):
     """The words of a chunk, of the upper and the lower row, by half. They are read once, so they
     need no place in the first cache."""
-    # No other value where nothing is: whatever is in the registers, its scale is 0.
-    upper = gl.load(at, there, cache_modifier=".cg")
-    lower = gl.load(at + LOWER, there, cache_modifier=".cg")
-    if HALVES == 1:
-        return upper, lower
-    else:  # noqa: RET505 - one of these is compiled
-        return (
-            upper,
-            lower,
-            gl.load(at + 16, there, cache_modifier=".cg"),
-            gl.load(at + LOWER + 16, there, cache_modifier=".cg"),
-        )
+    found = ()
+    for half in gl.static_range(HALVES):
+        # No other value where nothing is: whatever is in the registers, its scale is 0.
+        upper = gl.load(at + 16 * half, there, cache_modifier=".cg")
+        lower = gl.load(at + LOWER + 16 * half, there, cache_modifier=".cg")
+        # Triton has no unpacking.
+        found = found + (upper, lower)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @gluon.jit
 def _of_groups(at, there, GROUPS: gl.constexpr):
     """Scales or zero points of a chunk's groups."""
-    if GROUPS == 1:
-        return (gl.load(at, there, 0),)
-    elif GROUPS == 2:  # noqa: RET505 - one of these is compiled
-        return gl.load(at, there, 0), gl.load(at + 64, there, 0)
-    else:
-        return (
-            gl.load(at, there, 0),
-            gl.load(at + 64, there, 0),
-            gl.load(at + 128, there, 0),
-            gl.load(at + 192, there, 0),
-        )
+    found = ()
+    for group in gl.static_range(GROUPS):
+        found = found + (gl.load(at + 64 * group, there, 0),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -329,26 +321,9 @@ def _one_row(
                     )  # fmt: skip
 
 
-class OneRowGroups(Protocol):
-    """What is read of a weight: attributes of `TiledGroups`."""
-
-    @property
-    def codes(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor: ...
-    @property
-    def zeros(self) -> Tensor: ...
-    @property
-    def zero(self) -> int: ...
-    @property
-    def num_out(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
 def one_row_product(
     x: Tensor,
-    weight: OneRowGroups,
+    weight: TiledGroups,
     bias: Tensor | None,
     out: Tensor,
     sms: int,
@@ -361,7 +336,7 @@ def one_row_product(
         gate: of the first half of the products, which multiplies the second half: out is
             `[1, num_out / 2]`, of which 64 must be a divisor.
     """
-    _, chunks, _, plane = weight.codes.shape
+    packing = weight.packing
     num_out = weight.num_out if gate is None else weight.num_out // 2
     num_tiles = triton.cdiv(num_out, 16 if gate is None else 8)
     _one_row[(min(num_tiles, 2 * sms),)](
@@ -374,10 +349,10 @@ def one_row_product(
         num_out,
         num_tiles,
         weight.size,
-        CHUNKS=chunks,
-        ZERO=weight.zero,
-        HALVES=plane // 32,
-        GROUPS=weight.scales.shape[2],
+        CHUNKS=weight.codes.shape[1],
+        ZERO=packing.zero,
+        HALVES=packing.plane // 32,
+        GROUPS=packing.groups,
         HAS_BIAS=bias is not None,
         APART=0 if gate is None else num_out // 64,
         GELU=gate == "gelu",

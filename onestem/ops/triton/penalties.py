@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.ops.copies import on_device
+from onestem.ops.sampling import Penalties
 from onestem.ops.sampling.rows import ROW, RowTable, word_of
 
 __all__ = ["TritonPenalties"]
@@ -95,7 +96,7 @@ def _set_bits(places, tokens, count, seen, num_words, BLOCK: tl.constexpr):
     tl.atomic_or(seen + place * num_words + token // 32, 1 << (token % 32), mask=there)
 
 
-class TritonPenalties:
+class TritonPenalties(Penalties):
     """`Penalties` on a GPU. A row has a bit for each token that it has seen (16 KB for a vocabulary
     of 128,256), and a list of its distinct sampled ids with their counts. Both grow as needed: all
     lists together take at most 32 bytes per sampled token, and 2 KB per row.
@@ -106,7 +107,7 @@ class TritonPenalties:
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        super().__init__(vocab_size)
         self._device = device
         self._num_words = -(-vocab_size // 32)
         self._seen = self._zeros(0, self._num_words)
@@ -133,10 +134,6 @@ class TritonPenalties:
 
     def release(self, place: int) -> None:
         self._released.add(place)
-
-    def _inside(self, ids: NDArray[np.integer]) -> _Ids:
-        known = np.asarray(ids, np.int64)
-        return known[known < self._vocab_size]
 
     def apply(self, logits: Tensor, rows: RowTable) -> None:
         if not len(rows.penalised):

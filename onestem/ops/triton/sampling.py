@@ -19,9 +19,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.ops.sampling.interface import Drawn
-from onestem.ops.sampling.reference import WEIGHT_BITS
+from onestem.ops.sampling import Drawn, Sampling
 from onestem.ops.sampling.rows import ROW, STATUS_MASKED, STATUS_NOT_FINITE, RowTable, word_of
+from onestem.ops.sampling.torch_impl import WEIGHT_BITS
 from onestem.ops.triton.penalties import TritonPenalties
 
 __all__ = ["MOST_LEADING", "TritonSampling"]
@@ -460,7 +460,7 @@ def _rank_parts(logits, stride, index, ids, ranks, vocab, split, BLOCK: tl.const
 
 
 @dataclass(frozen=True)
-class TritonSampling:
+class TritonSampling(Sampling):
     """`Sampling` in Triton; never waits for the device."""
 
     name: str = "triton"

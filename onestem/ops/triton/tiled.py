@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from torch import Tensor
 from onestem.ops.rounding import RoundedRows
 
 __all__ = [
+    "Packing",
     "TiledChannels",
     "TiledGroups",
     "Tiles",
@@ -38,55 +39,50 @@ __all__ = [
 ]
 
 
-class Tiles(NamedTuple):
+@dataclass(frozen=True)
+class Tiles:
     """Cut of a product: tiles of `out` outputs by `rows` rows, their columns in `split` parts; with
     8 bits, `columns` at a time."""
 
     out: int
     rows: int
-    split: int
+    split: int = 1
     warps: int = 4
     stages: int = 4
     columns: int = 128
 
 
-# ------------------------------------------------------------------------------ tiles and sums
-
-
 @triton.jit
-def _tile(num_rows, num_out, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
-    """(tile of rows, tile of outputs): in bands of `BAND` tiles of rows, so that reads stay in the
-    caches."""
+def _tile(num_rows, num_out, TILES: tl.constexpr):
+    """Rows and outputs of a tile: in bands of 8 tiles of rows, so that reads stay in the caches."""
+    BAND: tl.constexpr = 8
     tile = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(num_rows, TILES.rows), tl.cdiv(num_out, TILES.out)
     band = tile // (BAND * tiles_n)
     high = tl.minimum(tiles_m - band * BAND, BAND)
     place = tile - band * BAND * tiles_n
-    return band * BAND + place % high, place // high
+    tile_m, tile_n = band * BAND + place % high, place // high
+    n = tile_n * TILES.out + tl.arange(0, TILES.out)
+    m = tile_m * TILES.rows + tl.arange(0, TILES.rows)
+    return m, n
 
 
 @triton.jit
-def _sum_parts(
-    total,
-    parts,
-    counters,
-    inside,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+def _sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
     """Store a part's sum; the last program of a tile gets all parts, added in order."""
+    SPLIT: tl.constexpr = TILES.split
+    SIZE: tl.constexpr = TILES.rows * TILES.out
     tile = tl.program_id(0)
-    within = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    first = parts + tile.to(tl.int64) * (SPLIT * BLOCK_M * BLOCK_N)
-    own = first + tl.program_id(1) * (BLOCK_M * BLOCK_N)
+    within = tl.arange(0, TILES.rows)[None, :] * TILES.out + tl.arange(0, TILES.out)[:, None]
+    first = parts + tile.to(tl.int64) * (SPLIT * SIZE)
+    own = first + tl.program_id(1) * SIZE
     tl.store(own + within, total, mask=inside)
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
     if is_last:
-        total = tl.zeros((BLOCK_N, BLOCK_M), total.dtype)
+        total = tl.zeros((TILES.out, TILES.rows), total.dtype)
         for part in range(SPLIT):
-            at = first + part * (BLOCK_M * BLOCK_N) + within
+            at = first + part * SIZE + within
             total += tl.load(at, mask=inside, other=0, cache_modifier=".cg")
         tl.store(counters + tile, 0)
     return total, is_last
@@ -111,7 +107,7 @@ def _fitting(tiles: Tiles, stage_bytes: int, device: torch.device) -> Tiles:
     """Tiles with the number of stages that fits a device's shared memory."""
     if device.type != "cuda":
         return tiles
-    return tiles._replace(stages=max(1, min(tiles.stages, _shared_bytes(device) // stage_bytes)))
+    return replace(tiles, stages=max(1, min(tiles.stages, _shared_bytes(device) // stage_bytes)))
 
 
 # Maximum tiles with divided columns.
@@ -122,14 +118,42 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
-def _parts(
-    out: Tensor, tiles: Tiles, num_tiles: int, counters: Tensor, dtype: torch.dtype
+def _multiply(
+    kernel: Any,
+    factors: tuple[Tensor, ...],
+    weight: TiledChannels | TiledGroups,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    sums: torch.dtype,
+    chunks: tuple[int, ...],
+    **form: object,
 ) -> Tensor:
-    """Memory for the sums of `tiles.split` programs per tile; unused with one."""
-    if tiles.split == 1:
-        return counters
-    assert num_tiles <= _COUNTERS
-    return out.new_empty(num_tiles * tiles.split * tiles.rows * tiles.out, dtype=dtype)
+    """Launch a product into `out`, with its sums in a dtype. chunks: the last is their number."""
+    rows, num_tiles = len(out), _num_tiles(len(out), weight.num_out, tiles)
+    parts = weight.counters  # unused
+    if tiles.split > 1:
+        assert num_tiles <= _COUNTERS
+        parts = out.new_empty(num_tiles * tiles.split * tiles.rows * tiles.out, dtype=sums)
+    *sizes, number = chunks
+    kernel[(num_tiles, tiles.split)](
+        *factors,
+        out if bias is None else bias,
+        out,
+        parts,
+        weight.counters,
+        rows,
+        weight.num_out,
+        weight.size,
+        *sizes,
+        triton.cdiv(number, tiles.split),
+        HAS_BIAS=bias is not None,
+        TILES=tiles,
+        **form,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
 
 
 def _num_tiles(rows: int, num_out: int, tiles: Tiles) -> int:
@@ -142,9 +166,6 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-# -------------------------------------------------------------------------------- 8 bits by 8 bits
 
 
 @triton.jit(do_not_specialize=("num_rows", "chunks"))
@@ -162,22 +183,18 @@ def _channels_product(
     size,
     chunks,
     IS_INT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
-    tile_m, tile_n = _tile(num_rows, num_out, BLOCK_N, BLOCK_M, 8)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    BLOCK_K: tl.constexpr = TILES.columns
+    m, n = _tile(num_rows, num_out, TILES)
     i = tl.arange(0, BLOCK_K)
     in_n, in_m = n < num_out, m < num_rows
     weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
     code_at = codes + m.to(tl.int64)[None, :] * size + i[:, None]
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_INT else tl.float32)
+    total = tl.zeros((TILES.out, TILES.rows), tl.int32 if IS_INT else tl.float32)
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, tl.cdiv(size, BLOCK_K))
     for chunk in range(first, last):
@@ -192,8 +209,8 @@ def _channels_product(
         total = tl.dot(left, right, total, out_dtype=total.dtype)
     inside = in_n[:, None] & in_m[None, :]
     is_last = True
-    if SPLIT > 1:
-        total, is_last = _sum_parts(total, parts, counters, inside, SPLIT, BLOCK_N, BLOCK_M)
+    if TILES.split > 1:
+        total, is_last = _sum_parts(total, parts, counters, inside, TILES)
     if is_last:
         row_scale = tl.load(row_scales + m, mask=in_m, other=0.0)
         scale = tl.load(scales + n, mask=in_n, other=0.0)
@@ -222,40 +239,26 @@ class TiledChannels:
     ) -> Tensor:
         """The product `[num_rows, num_out]` in a dtype, rounded once. Sums of int8 are exact; sums
         of float8 are the tensor cores' own."""
-        rows, size, num_out = len(x.codes), self.size, self.num_out
-        out = torch.empty(rows, num_out, dtype=dtype, device=x.codes.device)
+        rows, size = len(x.codes), self.size
+        out = torch.empty(rows, self.num_out, dtype=dtype, device=x.codes.device)
         if rows == 0:
             return out
         is_int = self.codes.dtype == torch.int8
         if tiles is None:
             tiles = self.tiles(rows, num_sms(out.device))
             tiles = _fitting(tiles, (tiles.out + tiles.rows) * tiles.columns, out.device)
-        num_tiles, chunks = _num_tiles(rows, num_out, tiles), triton.cdiv(size, tiles.columns)
-        sums = torch.int32 if is_int else torch.float32
-        _channels_product[(num_tiles, tiles.split)](
-            x.codes,
-            x.scales,
-            self.codes,
-            self.scales,
-            out if bias is None else bias,
+        return _multiply(
+            _channels_product,
+            (x.codes, x.scales, self.codes, self.scales),
+            self,
+            bias,
             out,
-            _parts(out, tiles, num_tiles, self.counters, sums),
-            self.counters,
-            rows,
-            num_out,
-            size,
-            triton.cdiv(chunks, tiles.split),
+            tiles,
+            torch.int32 if is_int else torch.float32,
+            (triton.cdiv(size, tiles.columns),),
             IS_INT=is_int,
-            HAS_BIAS=bias is not None,
             EVEN=size % tiles.columns == 0,
-            SPLIT=tiles.split,
-            BLOCK_N=tiles.out,
-            BLOCK_M=tiles.rows,
-            BLOCK_K=tiles.columns,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
         )
-        return out
 
     def tiles(self, rows: int, sms: int) -> Tiles:
         """Tiles for `rows` rows on `sms` multiprocessors."""
@@ -268,10 +271,12 @@ class TiledChannels:
 
     @property
     def num_out(self) -> int:
+        """Outputs: rows of the weight."""
         return len(self.codes)
 
     @property
     def size(self) -> int:
+        """Inputs: columns of the weight."""
         return self.codes.shape[1]
 
 
@@ -283,9 +288,9 @@ def divided(weight: TiledChannels | TiledGroups, tiles: Tiles, rows: int, sms: i
     # Adding up shorter parts would take longer than computing them.
     split = min(tiles.split * sms // num_tiles, chunks * chunk // _LEAST_COLUMNS, _MOST_PARTS)
     if split <= 1 or num_tiles > _COUNTERS:
-        return tiles._replace(split=1)
+        return replace(tiles, split=1)
     # No part is empty.
-    return tiles._replace(split=triton.cdiv(chunks, triton.cdiv(chunks, split)))
+    return replace(tiles, split=triton.cdiv(chunks, triton.cdiv(chunks, split)))
 
 
 _LEAST_COLUMNS, _MOST_PARTS = 512, 16
@@ -299,8 +304,6 @@ _CHANNEL_TILES = (
     (math.inf, Tiles(128, 256, 1, 8, 3, 128)),
 )
 
-
-# ------------------------------------------------------------------------------ groups of columns
 
 # Rows of a weight whose codes of a chunk are adjacent.
 _ROWS = tl.constexpr(64)
@@ -320,30 +323,46 @@ _UNPACK_BF16 = tl.constexpr(_unpacking("bf16", "0x43004300", "0x3f803f80"))  # 1
 _UNPACK_FP16 = tl.constexpr(_unpacking("f16", "0x64006400", "0x3c003c00"))  # 1024, 1
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a weight is packed, as kernels are compiled for it.
+
+    Attributes:
+        bits, is_float: of a code.
+        plane: columns multiplied at once; a chunk has as many, or with 4 bits four times as many.
+        groups: groups of columns in a chunk.
+        zero: the zero point of all groups; -1: each has its own.
+        even: whether the last chunk is whole.
+        asm: whether assembly unpacks codes.
+    """
+
+    bits: int
+    is_float: bool
+    plane: int
+    groups: int
+    zero: int
+    even: bool
+    asm: bool
+
+    @property
+    def places(self) -> int:
+        """Codes in a word."""
+        return 4 if self.bits == 4 else 1
+
+
 @triton.jit
-def _values(
-    codes,
-    zero,
-    dtype: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    ASM: tl.constexpr,
-    PLACE: tl.constexpr,
-):
+def _values(codes, zero, dtype: tl.constexpr, PLACE: tl.constexpr, PACKING: tl.constexpr):
     """Codes less their zero points, exact in `dtype`; with 4 bits, those at PLACE in words."""
-    if IS_FLOAT:
+    if PACKING.is_float:
         value = codes.to(dtype)
-    elif BITS == 8:
+    elif PACKING.bits == 8:
         value = (codes.to(tl.int16) - zero[:, None]).to(dtype)
-    elif ASM and dtype == tl.bfloat16:
-        less = (-128 - zero).to(dtype)[:, None]
+    elif PACKING.asm and dtype != tl.float32:
+        UNPACK: tl.constexpr = _UNPACK_BF16 if dtype == tl.bfloat16 else _UNPACK_FP16
+        BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
+        less = (-BASE - zero).to(dtype)[:, None]
         value = tl.inline_asm_elementwise(
-            _UNPACK_BF16[PLACE], "=r,r,r", [codes, less], tl.bfloat16, is_pure=True, pack=2
-        )
-    elif ASM and dtype == tl.float16:
-        less = (-1024 - zero).to(dtype)[:, None]
-        value = tl.inline_asm_elementwise(
-            _UNPACK_FP16[PLACE], "=r,r,r", [codes, less], tl.float16, is_pure=True, pack=2
+            UNPACK[PLACE], "=r,r,r", [codes, less], less.dtype, is_pure=True, pack=2
         )
     else:
         value = ((codes >> (4 * PLACE) & 15) - zero[:, None]).to(dtype)
@@ -363,17 +382,11 @@ def _zero_of(zeros, at, ZERO: tl.constexpr):
 @triton.jit
 def _scales_of(scales, at, GROUPS: tl.constexpr):
     """Scales of a chunk's groups, `[BLOCK_N]` each."""
-    if GROUPS == 1:
-        return (tl.load(scales + at),)
-    elif GROUPS == 2:  # noqa: RET505 - one of these is compiled
-        return tl.load(scales + at), tl.load(scales + at + _ROWS)
-    else:
-        return (
-            tl.load(scales + at),
-            tl.load(scales + at + _ROWS),
-            tl.load(scales + at + 2 * _ROWS),
-            tl.load(scales + at + 3 * _ROWS),
-        )
+    found = ()
+    for group in tl.static_range(GROUPS):
+        # Triton has no unpacking.
+        found = found + (tl.load(scales + at + group * _ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @triton.jit(do_not_specialize=("num_rows", "num_chunks", "chunks"))
@@ -391,24 +404,16 @@ def _groups_product(
     size,
     num_chunks,
     chunks,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    ZERO: tl.constexpr,
-    ASM: tl.constexpr,
-    PLANE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PACKING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
     dtype: tl.constexpr = x.dtype.element_ty
-    PLACES: tl.constexpr = 4 if BITS == 4 else 1
-    tile_m, tile_n = _tile(num_rows, num_out, BLOCK_N, BLOCK_M, 8)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    PLANE: tl.constexpr = PACKING.plane
+    GROUPS: tl.constexpr = PACKING.groups
+    PLACES: tl.constexpr = PACKING.places
+    m, n = _tile(num_rows, num_out, TILES)
     j = tl.arange(0, PLANE)
     in_n, in_m = n < num_out, m < num_rows
     line = tl.minimum(n // _ROWS, (num_out - 1) // _ROWS).to(tl.int64) * num_chunks
@@ -417,7 +422,7 @@ def _groups_product(
     x_at = x + m.to(tl.int64)[None, :] * size + j[:, None]
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, num_chunks)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total = tl.zeros((TILES.out, TILES.rows), tl.float32)
     # Scales are loaded a chunk before their use, so nothing waits for them.
     following = _scales_of(scales, group_at + first * (_ROWS * GROUPS), GROUPS)
     for chunk in range(first, last):
@@ -426,22 +431,22 @@ def _groups_product(
         following = _scales_of(scales, at, GROUPS)
         word = tl.load(code_at + chunk * (_ROWS * PLANE))
         for group in tl.static_range(GROUPS):
-            zero = _zero_of(zeros, group_at + (chunk * GROUPS + group) * _ROWS, ZERO)
-            part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            zero = _zero_of(zeros, group_at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
+            part = tl.zeros((TILES.out, TILES.rows), tl.float32)
             for place in tl.static_range(group * PLACES // GROUPS, (group + 1) * PLACES // GROUPS):
                 column = (chunk * PLACES + place) * PLANE
-                if EVEN:
+                if PACKING.even:
                     right = tl.load(x_at + column, mask=in_m[None, :], other=0.0)
                 else:
                     in_k = column + j < size
                     right = tl.load(x_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
-                left = _values(word, zero, dtype, BITS, IS_FLOAT, ASM, place)
+                left = _values(word, zero, dtype, place, PACKING)
                 part = tl.dot(left, right, part, input_precision="ieee")
             total += part * scale[group].to(tl.float32)[:, None]
     inside = in_n[:, None] & in_m[None, :]
     is_last = True
-    if SPLIT > 1:
-        total, is_last = _sum_parts(total, parts, counters, inside, SPLIT, BLOCK_N, BLOCK_M)
+    if TILES.split > 1:
+        total, is_last = _sum_parts(total, parts, counters, inside, TILES)
     if is_last:
         _store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS)
 
@@ -455,16 +460,12 @@ def _groups_dense(
     num_out,
     size,
     num_chunks,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    ZERO: tl.constexpr,
-    ASM: tl.constexpr,
-    PLANE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
+    PACKING: tl.constexpr,
 ):
     """Program (chunk, rows): writes a block of the weight out."""
-    PLACES: tl.constexpr = 4 if BITS == 4 else 1
+    PLANE: tl.constexpr = PACKING.plane
+    GROUPS: tl.constexpr = PACKING.groups
+    PLACES: tl.constexpr = PACKING.places
     # Codes are exact in 16 bits.
     dtype: tl.constexpr = out.dtype.element_ty
     row, j = tl.arange(0, _ROWS), tl.arange(0, PLANE)
@@ -475,13 +476,13 @@ def _groups_dense(
     to = out + n.to(tl.int64)[:, None] * size + j[None, :]
     for place in tl.static_range(PLACES):
         group_at = at + place * GROUPS // PLACES * _ROWS
-        zero = _zero_of(zeros, group_at, ZERO)
+        zero = _zero_of(zeros, group_at, PACKING.zero)
         scale = tl.load(scales + group_at).to(tl.float32)
-        value = _values(word, zero, dtype, BITS, IS_FLOAT, ASM, place).to(tl.float32)
+        value = _values(word, zero, dtype, place, PACKING).to(tl.float32)
         value *= scale[:, None]
         column = (tl.program_id(0) * PLACES + place) * PLANE
         inside = (n < num_out)[:, None]
-        if not EVEN:
+        if not PACKING.even:
             inside = inside & (column + j < size)[None, :]
         tl.store(to + column, value.to(dtype), mask=inside)
 
@@ -492,18 +493,16 @@ class TiledGroups:
     of columns.
 
     Attributes:
-        codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`, with `plane` columns in a
-            chunk; 4 bits: int16, with `4 * plane` columns in a chunk (`in_words`).
+        codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`; 4 bits: int16 (`in_words`).
         scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly.
-        zeros: int32, in the same shape, if `zero` is -1: wide enough for asynchronous copies.
-        zero: the zero point of all groups.
+        zeros: int32, in the same shape, if groups have their own: wide enough for asynchronous
+            copies.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
-    zero: int
-    bits: int
+    packing: Packing
     num_out: int
     size: int
     counters: Tensor
@@ -537,19 +536,20 @@ class TiledGroups:
         many = packed
         if zeros is not None and not alike:
             many = in_blocks(zeros[:, groups].int(), chunk // width).transpose(2, 3).contiguous()
-        return TiledGroups(
-            raw,
-            packed,
-            many,
-            first if alike else -1,
+        packing = Packing(
             bits,
-            num_out,
-            size,
-            _counters(codes.device),
+            is_float=raw.is_floating_point(),
+            plane=plane,
+            groups=packed.shape[2],
+            zero=first if alike else -1,
+            even=size % chunk == 0,
+            asm=raw.is_cuda,
         )
+        return TiledGroups(raw, packed, many, packing, num_out, size, _counters(codes.device))
 
     def tensors(self) -> list[Tensor]:
-        return [self.codes, self.scales] + ([] if self.zero >= 0 else [self.zeros])
+        """All tensors held, for counting bytes."""
+        return [self.codes, self.scales] + ([] if self.packing.zero >= 0 else [self.zeros])
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight `[num_out, size]` in `dtype`, each value rounded once."""
@@ -563,7 +563,7 @@ class TiledGroups:
             self.num_out,
             self.size,
             chunks,
-            **self._constants,
+            PACKING=self.packing,
             num_warps=4,
         )
         return out
@@ -585,30 +585,18 @@ class TiledGroups:
             words = self.codes.shape[3] * self.codes.itemsize
             stage = tiles.out * words + tiles.rows * self.columns() * x.itemsize
             tiles = _fitting(tiles, stage, x.device)
-        num_tiles, chunks = _num_tiles(rows, self.num_out, tiles), self.codes.shape[1]
-        _groups_product[(num_tiles, tiles.split)](
-            x,
-            self.codes,
-            self.scales,
-            self.zeros,
-            out if bias is None else bias,
+        chunks = self.codes.shape[1]
+        return _multiply(
+            _groups_product,
+            (x, self.codes, self.scales, self.zeros),
+            self,
+            bias,
             out,
-            _parts(out, tiles, num_tiles, self.counters, torch.float32),
-            self.counters,
-            rows,
-            self.num_out,
-            self.size,
-            chunks,
-            triton.cdiv(chunks, tiles.split),
-            **self._constants,
-            HAS_BIAS=bias is not None,
-            SPLIT=tiles.split,
-            BLOCK_N=tiles.out,
-            BLOCK_M=tiles.rows,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            tiles,
+            torch.float32,
+            (chunks, chunks),
+            PACKING=self.packing,
         )
-        return out
 
     def tiles(self, rows: int, sms: int) -> Tiles:
         """Tiles for `rows` rows on `sms` multiprocessors."""
@@ -618,7 +606,7 @@ class TiledGroups:
     def takes_one_row(self, x: Tensor) -> bool:
         """Whether `one_row_product` multiplies `x`: it copies it to shared memory, 16 bytes at a
         time."""
-        if not (x.is_cuda and len(x) == 1 and self.bits == 4 and x.itemsize == 2):
+        if not (x.is_cuda and len(x) == 1 and self.packing.bits == 4 and x.itemsize == 2):
             return False
         fits = self.size % 8 == 0 and self.size <= _LARGEST_ROW
         return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -638,19 +626,7 @@ class TiledGroups:
 
     def columns(self, tiles: Tiles | None = None) -> int:
         """Columns of a chunk."""
-        return self.codes.shape[3] * (4 if self.bits == 4 else 1)
-
-    @property
-    def _constants(self) -> dict[str, object]:
-        return {
-            "BITS": self.bits,
-            "IS_FLOAT": self.codes.is_floating_point(),
-            "ZERO": self.zero,
-            "ASM": self.codes.is_cuda,
-            "PLANE": self.codes.shape[3],
-            "GROUPS": self.scales.shape[2],
-            "EVEN": self.size % self.columns() == 0,
-        }
+        return self.packing.plane * self.packing.places
 
 
 # Columns of a row that leaves shared memory for another program.

@@ -6,6 +6,7 @@ rest is as in `onestem.ops.triton.experts`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,37 +16,31 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.experts import MX_BLOCK, GroupedWeight
-from onestem.ops.triton.experts import e2m1, expert_tile, sort_rows
-from onestem.ops.triton.tiled import in_blocks, in_words
+from onestem.ops.triton.experts import (
+    bias_of,
+    choose_tiles,
+    constants,
+    expert_tile,
+    gated,
+    sort_rows,
+    tile_grid,
+)
+from onestem.ops.triton.tiled import Tiles, in_blocks, in_words
 
-__all__ = ["ExpertTiles", "TiledExperts", "choose_tiles"]
+__all__ = ["TiledExperts"]
 
 _ROWS = tl.constexpr(64)  # adjacent rows of a weight
 _PLANE = tl.constexpr(MX_BLOCK)  # columns that share a scale and a place in words
 _CHUNK = tl.constexpr(4 * MX_BLOCK)
 
 
-class ExpertTiles(NamedTuple):
-    """Tiles of `out` outputs by `rows` rows of an expert."""
-
-    out: int
-    rows: int
-    warps: int
-    stages: int
-
-
-# Maximum average rows of an expert, and the tiles of `up` and of `down` for them. Not timed yet.
+# As those of `experts`. Not timed yet.
 _TILES = (
-    (10, ExpertTiles(64, 16, 4, 4), ExpertTiles(64, 16, 4, 5)),
-    (24, ExpertTiles(64, 32, 4, 3), ExpertTiles(64, 32, 4, 4)),
-    (56, ExpertTiles(64, 64, 4, 3), ExpertTiles(128, 64, 8, 3)),
-    (float("inf"), ExpertTiles(128, 64, 8, 3), ExpertTiles(128, 128, 8, 3)),
+    (10, Tiles(64, 16), Tiles(64, 16, stages=5)),
+    (24, Tiles(64, 32, stages=3), Tiles(64, 32)),
+    (56, Tiles(64, 64, stages=3), Tiles(128, 64, warps=8, stages=3)),
+    (math.inf, Tiles(128, 64, warps=8, stages=3), Tiles(128, 128, warps=8, stages=3)),
 )
-
-
-def choose_tiles(rows: int, num: int) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of `up` and of `down` if `num` experts have `rows` rows in all."""
-    return next((up, down) for most, up, down in _TILES if rows <= most * num)
 
 
 def _widening() -> tuple[str, ...]:
@@ -63,6 +58,15 @@ _WIDEN = tl.constexpr(_widening())
 
 
 @triton.jit
+def _e2m1(word):
+    """The e2m1 value (sign, two bits of exponent, one of mantissa) in the lowest bits of int32,
+    times 2 ** -126. The bits become the lowest exponents of float32, with 0 and 0.5 among its
+    subnormal numbers."""
+    bits = (word << 22) & 0x01C00000 | (word << 28) & -2147483648
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _widened(word, powers, dtype: tl.constexpr, ASM: tl.constexpr, PLACE: tl.constexpr):
     """Values at a place in words `[BLOCK_N, _PLANE]`, times the scale of this place."""
     power = (powers >> (8 * PLACE)) & 255
@@ -73,7 +77,7 @@ def _widened(word, powers, dtype: tl.constexpr, ASM: tl.constexpr, PLACE: tl.con
         )
     else:
         scale = ((power + 126) << 23).to(tl.float32, bitcast=True)[:, None]
-        value = (e2m1(word.to(tl.int32) >> (4 * PLACE), 0) * scale).to(dtype)
+        value = (_e2m1(word.to(tl.int32) >> (4 * PLACE)) * scale).to(dtype)
     return value
 
 
@@ -88,9 +92,11 @@ def _weight_at(values, powers, block, num_blocks, n, out, chunks):
 @triton.jit
 def _up_kernel(
     x, order, ends, values, powers, bias, out, num, top_k, hidden, inner, chunks, alpha, limit,
-    ASM: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.out
     expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         dtype: tl.constexpr = x.dtype.element_ty
@@ -124,10 +130,7 @@ def _up_kernel(
             line = bias + half * inner + n
             gate += tl.load(line, mask=in_n, other=0.0).to(tl.float32)[:, None]
             up += tl.load(line + inner, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        if CLAMPED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        value = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        value = gated(gate, up, alpha, limit, CLAMPED, False)
         to = out + place.to(tl.int64)[None, :] * inner + n[:, None]
         tl.store(to, value.to(out.dtype.element_ty), mask=inside[None, :] & in_n[:, None])
 
@@ -135,9 +138,10 @@ def _up_kernel(
 @triton.jit
 def _down_kernel(
     x, order, ends, values, powers, bias, factors, out, num, inner, hidden, chunks,
-    ASM: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, BIAS: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.out
     expert, first, end = expert_tile(ends, tl.program_id(1), num, BLOCK_E, BLOCK_M)
     if expert < num:
         dtype: tl.constexpr = x.dtype.element_ty
@@ -198,6 +202,7 @@ class _Packed(NamedTuple):
         return self.values.shape[2]
 
     def tensors(self) -> list[Tensor]:
+        """All tensors held, for counting bytes."""
         return [one for one in self if one is not None]
 
 
@@ -228,34 +233,20 @@ class TiledExperts:
         out = torch.empty(rows, top_k, self.hidden, dtype=x.dtype, device=x.device)
         alpha, limit = self.clamp or (1.0, 0.0)
         if total:
-            of_up, of_down = choose_tiles(total, self.num)
-            _up_kernel[self._grid(total, self.inner, of_up)](
+            of_up, of_down = choose_tiles(_TILES, total, self.num)
+            _up_kernel[tile_grid(total, self.num, self.inner, of_up)](
                 x.contiguous(), order, ends, self.up.values, self.up.powers,
-                x if self.up.bias is None else self.up.bias, inner, self.num, top_k, size,
-                self.inner, self.up.chunks, alpha, limit, CLAMPED=self.clamp is not None,
-                **self._constants(self.up, of_up),
+                bias_of(self.up.bias, x), inner, self.num, top_k, size, self.inner, self.up.chunks,
+                alpha, limit, ASM=x.is_cuda, CLAMPED=self.clamp is not None,
+                **constants(self.up.bias, self.num, of_up),
             )  # fmt: skip
-            _down_kernel[self._grid(total, self.hidden, of_down)](
-                inner, order, ends, self.down.values, self.down.powers,
-                x if self.down.bias is None else self.down.bias, scores, out, self.num,
-                self.inner, self.hidden, self.down.chunks, **self._constants(self.down, of_down),
+            _down_kernel[tile_grid(total, self.num, self.hidden, of_down)](
+                inner, order, ends, self.down.values, self.down.powers, bias_of(self.down.bias, x),
+                scores, out, self.num, self.inner, self.hidden, self.down.chunks, ASM=x.is_cuda,
+                **constants(self.down.bias, self.num, of_down),
             )  # fmt: skip
         return out.sum(1)
 
-    def _grid(self, total: int, columns: int, tiles: ExpertTiles) -> tuple[int, int]:
-        """The maximum number of tiles, however rows are distributed."""
-        return triton.cdiv(columns, tiles.out), min(total, total // tiles.rows + self.num)
-
-    def _constants(self, weight: _Packed, tiles: ExpertTiles) -> dict[str, object]:
-        return {
-            "ASM": weight.values.is_cuda,
-            "BIAS": weight.bias is not None,
-            "BLOCK_E": triton.next_power_of_2(self.num),
-            "BLOCK_N": tiles.out,
-            "BLOCK_M": tiles.rows,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-        }
-
     def tensors(self) -> list[Tensor]:
+        """All tensors held, for counting bytes."""
         return self.up.tensors() + self.down.tensors()

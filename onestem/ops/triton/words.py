@@ -1,82 +1,73 @@
-"""Constants of all kernels: the word layout that `ops.work` packs, and logarithms.
+"""Constants of the attention kernels: the words that `ops.work` packs (`W`), logarithms, and what
+a kernel is compiled for.
 
 Gluon's constants are Triton's, so both languages take them from here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import triton.language as tl
 
 from onestem.ops.work import lists
 
-__all__ = [
-    "AT_DEST",
-    "AT_MERGES",
-    "AT_PAGES",
-    "AT_POSITIONS",
-    "AT_RECORDS",
-    "AT_ROWS",
-    "AT_WALK",
-    "CLEAR_HI",
-    "CLEAR_LO",
-    "END",
-    "ENTRY",
-    "FIRST_ENTRY",
-    "FIRST_STATE",
-    "HEADER",
-    "HI",
-    "LN_2",
-    "LOG2_E",
-    "NUM_MERGES",
-    "NUM_PARTS",
-    "NUM_ROWS",
-    "NUM_WALK",
-    "POSITION",
-    "QUEUE",
-    "QUEUED",
-    "QUEUE_FEW",
-    "QUEUE_HEAD",
-    "QUEUE_START",
-    "QUEUE_STOP",
-    "RECORD",
-    "ROW_START",
-    "SHARED",
-    "STEP",
-    "WALK_START",
-    "WINDOW",
-]
+__all__ = ["LN_2", "LOG2_E", "Form", "HopperForm", "W"]
 
-HEADER: tl.constexpr = tl.constexpr(lists.HEADER)
-QUEUED: tl.constexpr = tl.constexpr(lists.QUEUED)
-QUEUE_FEW: tl.constexpr = tl.constexpr(lists.QUEUE_FEW)
-QUEUE_HEAD: tl.constexpr = tl.constexpr(lists.QUEUE_HEAD)
-QUEUE_START: tl.constexpr = tl.constexpr(lists.QUEUE_START)
-QUEUE_STOP: tl.constexpr = tl.constexpr(lists.QUEUE_STOP)
-RECORD: tl.constexpr = tl.constexpr(lists.RECORD)
-ENTRY: tl.constexpr = tl.constexpr(lists.ENTRY)
-QUEUE: tl.constexpr = tl.constexpr(lists.QUEUE)
-AT_DEST: tl.constexpr = tl.constexpr(lists.AT_DEST)
-AT_MERGES: tl.constexpr = tl.constexpr(lists.AT_MERGES)
-AT_PAGES: tl.constexpr = tl.constexpr(lists.AT_PAGES)
-AT_POSITIONS: tl.constexpr = tl.constexpr(lists.AT_POSITIONS)
-AT_RECORDS: tl.constexpr = tl.constexpr(lists.AT_RECORDS)
-AT_ROWS: tl.constexpr = tl.constexpr(lists.AT_ROWS)
-AT_WALK: tl.constexpr = tl.constexpr(lists.AT_WALK)
-CLEAR_HI: tl.constexpr = tl.constexpr(lists.CLEAR_HI)
-CLEAR_LO: tl.constexpr = tl.constexpr(lists.CLEAR_LO)
-END: tl.constexpr = tl.constexpr(lists.END)
-FIRST_ENTRY: tl.constexpr = tl.constexpr(lists.FIRST_ENTRY)
-FIRST_STATE: tl.constexpr = tl.constexpr(lists.FIRST_STATE)
-HI: tl.constexpr = tl.constexpr(lists.HI)
-NUM_MERGES: tl.constexpr = tl.constexpr(lists.NUM_MERGES)
-NUM_PARTS: tl.constexpr = tl.constexpr(lists.NUM_PARTS)
-NUM_ROWS: tl.constexpr = tl.constexpr(lists.NUM_ROWS)
-NUM_WALK: tl.constexpr = tl.constexpr(lists.NUM_WALK)
-POSITION: tl.constexpr = tl.constexpr(lists.POSITION)
-ROW_START: tl.constexpr = tl.constexpr(lists.ROW_START)
-SHARED: tl.constexpr = tl.constexpr(lists.SHARED)
-STEP: tl.constexpr = tl.constexpr(lists.STEP)
-WALK_START: tl.constexpr = tl.constexpr(lists.WALK_START)
-WINDOW: tl.constexpr = tl.constexpr(lists.WINDOW)
+
+class _Words(tl.constexpr):
+    """Constants by their names in `ops.work.lists`. Compilers look into the value. It is a constant
+    itself since a cached kernel's key has these, and has no attributes of modules."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "value" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)  # in the interpreter
+
+
+_INTS = {name: tl.constexpr(word) for name, word in vars(lists).items() if type(word) is int}
+W: tl.constexpr = _Words(SimpleNamespace(**_INTS))
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Heads, pages and scores that a kernel is compiled for. block_d: head_dim, rounded up to a
+    power of 2."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_d: int
+    page_size: int
+    windowed: bool
+    alibi: bool
+    softcap: bool
+
+
+@dataclass(frozen=True)
+class HopperForm(Form):
+    """A form of `sm90.attend_hopper`.
+
+    Attributes:
+        block_n: tokens of a tile.
+        stages: tiles in the ring.
+        box: tokens that the copy engine takes at a time.
+        columns: queries of the items with few; 0: there are none.
+        most: maximum queries of an item: without the code of larger ones a launch begins sooner.
+    """
+
+    block_n: int
+    stages: int
+    box: int
+    columns: int
+    most: int
+
+    @property
+    def ahead(self) -> bool:
+        """Whether also items with fewer rows than the widest tiles are walked as `attend_rows` has
+        it; they and their copies must have the same order of tiles."""
+        return self.columns == 0

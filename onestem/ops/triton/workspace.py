@@ -10,9 +10,9 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops.plan import AttentionPlan
-from onestem.ops.triton.config import KernelConfig
-from onestem.ops.triton.launch import Kernels, Scores, States
-from onestem.ops.work import WorkList, make_work
+from onestem.ops.scores import PLAIN, Scores
+from onestem.ops.triton.launch import Kernels, States
+from onestem.ops.work import WorkList
 from onestem.ops.work.lists import AT_RECORDS, RECORD, KeptChoice
 
 __all__ = ["Workspace"]
@@ -41,56 +41,32 @@ class Workspace:
     Between two steps that differ in lengths alone, `advance` replaces `write`.
 
     Layers with different windows need a workspace each (with the same `states`, since they run in
-    turn). If `windowed` is False, a plan's window must be None.
+    turn).
 
     Attributes:
+        states: memory for partial states. If a plan needs more, less is shared and cut.
         max_rows: rows of `q`, `out` and `lse`. A plan may have fewer; `num_rows` of `write` decides
             whether the others are written.
         max_words: int32 words of the control buffer. A plan takes about 16 words per item, 8 per
             run, 3 per row and one per page.
-        states: memory for partial states. If a plan needs more, less is shared and cut.
         share: False: a shared run is read once per sequence.
-        windowed: whether plans have a window.
-        config: tile shapes; default: the tuned ones of this GPU, else `default_config`.
     """
 
+    kernels: Kernels
+    states: States
     max_rows: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    device: torch.device
     max_words: int = 1 << 18
-    max_states: int = 4096
-    states: States | None = None
     share: bool = True
-    windowed: bool = False
-    config: KernelConfig | None = None
-    kernels: Kernels = field(init=False)
     control: Tensor = field(init=False)
     lse: Tensor = field(init=False)
     work: WorkList | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.kernels = Kernels.make(
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            device=self.device,
-            windowed=self.windowed,
-            config=self.config,
-        )
-        if self.states is None:
-            self.states = States.empty(
-                self.max_states, self.num_q_heads, self.head_dim, self.device
-            )
-        self.control = torch.zeros(self.max_words, dtype=torch.int32, device=self.device)
+        device = self.states.lse.device
+        self.control = torch.zeros(self.max_words, dtype=torch.int32, device=device)
         self.clear()
-        shape = (self.max_rows, self.num_q_heads)
-        self.lse = torch.empty(shape, dtype=torch.float32, device=self.device)
+        shape = (self.max_rows, self.kernels.num_q_heads)
+        self.lse = torch.empty(shape, dtype=torch.float32, device=device)
         self._hosts = [self._host(), self._host()]
         self._turn = 0
         self._words = 0
@@ -105,7 +81,7 @@ class Workspace:
         self.control[AT_RECORDS] = RECORD
 
     def _host(self) -> _Host:
-        cuda = self.device.type == "cuda"
+        cuda = self.control.is_cuda
         words = torch.zeros(self.max_words, dtype=torch.int32, device="cpu", pin_memory=cuda)
         return _Host(words, words.numpy(), torch.cuda.Event() if cuda else None)
 
@@ -119,22 +95,9 @@ class Workspace:
     def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
         """Make and pack a step's work list. Rows after the plan's, up to `num_rows` in all, become
         `(0, -inf)` (default: they are not written). `launch` must get as many."""
-        if (plan.window is not None) != self.windowed:
-            raise ConfigError(
-                f"the plan's window is {plan.window}, the workspace has windowed={self.windowed}"
-            )
-        assert self.states is not None
-        self.work = make_work(
-            plan,
-            self.kernels.cost,
-            num_kv_heads=self.num_kv_heads,
-            group=self.kernels.group,
-            share=self.share,
-            num_rows=num_rows,
-            max_states=len(self.states),
-            choice=self._choice.next(),
+        self.work = self.kernels.listed(
+            plan, self._choice, share=self.share, num_rows=num_rows, max_states=len(self.states)
         )
-        self._choice.keep(self.work)
         self._words = self.work.pack(self._next_host().array)
         self._grow = None
         return self.work
@@ -171,7 +134,7 @@ class Workspace:
         out: Tensor,
         *,
         lse: Tensor | None = None,
-        scores: Scores | None = None,
+        scores: Scores = PLAIN,
         wide: bool = True,
     ) -> None:
         """Launch the plan's attention on the current stream, without synchronisation.
@@ -180,11 +143,9 @@ class Workspace:
             q, out: `[max_rows or fewer, num_q_heads, head_dim]`, contiguous, of one dtype.
             k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, contiguous.
             lse: float32 `[as q, num_q_heads]`, natural log; default: the workspace's own `lse`.
-            scores: default: scale `1 / sqrt(head_dim)`.
             wide: False: the work list has no items of the widest tiles (`WorkList.num_wide`), and
                 the launch begins sooner.
         """
-        assert self.states is not None
         lse = self.lse if lse is None else lse
         tensors = (q, k_pages, v_pages, out, lse)
         self.kernels.launch(self.control, self.states, *tensors, scores, wide=wide)

@@ -4,27 +4,7 @@ Nothing here loops over rows, runs or spans. See `units` (rows that walk togethe
 walks are cut), `deal` (which program takes which item) and `lists` (the buffer).
 """
 
-from onestem.ops.work.lists import (
-    ENTRY,
-    HEADER,
-    QUEUE,
-    QUEUED,
-    RECORD,
-    ListTooLong,
-    WorkList,
-    make_work,
-)
+from onestem.ops.work.lists import ListTooLong, WorkList, make_work
 from onestem.ops.work.model import CostModel, Tile
 
-__all__ = [
-    "ENTRY",
-    "HEADER",
-    "QUEUE",
-    "QUEUED",
-    "RECORD",
-    "CostModel",
-    "ListTooLong",
-    "Tile",
-    "WorkList",
-    "make_work",
-]
+__all__ = ["CostModel", "ListTooLong", "Tile", "WorkList", "make_work"]

@@ -9,11 +9,11 @@ import numpy as np
 
 from onestem.ops.work.model import CostModel
 
-__all__ = ["Deal", "dealt", "late_hands"]
+__all__ = ["Deal", "dealt", "hands_in_rows", "late_hands"]
 
 
 ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
-MOST_HANDS, LONG = 0.7, 0.35  # of the hands; of the others' time (`_hands_in_rows`)
+MOST_HANDS, LONG = 0.7, 0.35  # of the hands; of the others' time (`hands_in_rows`)
 
 
 def dealt(time: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -43,10 +43,10 @@ def late_hands(hands: int, cost: CostModel) -> np.ndarray:
     return np.where(np.arange(hands) >= hands // 2, cost.late_ns[0], 0.0)
 
 
-def _hands_in_rows(rows: np.ndarray, few: np.ndarray, hands: int) -> int:
-    """How many of the hands that read take all items in rows, by the times of these and of items
-    with few queries. What rows share comes from the cache. So where most hands would begin with
-    it, and it takes long, a part of them does, and the others read from memory meanwhile."""
+def hands_in_rows(rows: np.ndarray, few: np.ndarray, hands: int) -> int:
+    """How many of the hands that read take all items in rows, by the times in ns of these and of
+    items with few queries. What rows share comes from the cache. So where most hands would begin
+    with it, and it takes long, a part of them does, and the others read from memory meanwhile."""
     shared, own = float(rows.sum()), float(few.sum())
     if len(rows) <= MOST_HANDS * hands or not LONG * own <= shared <= 2 * own:
         return hands
@@ -81,7 +81,7 @@ class Deal:
         # Halves that begin sooner take items in rows first, or all others if they can.
         apart = bool(rows.any()) or int(np.count_nonzero(few)) <= read // self.num_kv_heads
         late = late_hands(hands[0], self.cost) * apart
-        hand[rows] = dealt(time[rows], late[: _hands_in_rows(time[rows], time[few], hands[0])])
+        hand[rows] = dealt(time[rows], late[: hands_in_rows(time[rows], time[few], hands[0])])
         taken = np.bincount(hand[rows], time[rows], hands[0])
         hand[few] = dealt(time[few], taken + late)
         hand[wide] = dealt(time[wide], np.zeros(hands[1]))

@@ -18,6 +18,7 @@ from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 
 __all__ = [
     "Choice",
+    "Draft",
     "ENTRY",
     "HEADER",
     "KeptChoice",
@@ -26,6 +27,7 @@ __all__ = [
     "RECORD",
     "ListTooLong",
     "WorkList",
+    "draft_of",
     "make_work",
 ]
 
@@ -102,6 +104,7 @@ class WorkList:
 
     @property
     def num_items(self) -> int:
+        """Items of all programs."""
         return len(self.records)
 
     def _starts(self) -> list[int]:
@@ -251,72 +254,89 @@ def make_work(
             f"{group} query heads share a KV head, tiles hold {cost.tiles[0].block_m}: "
             "use another implementation"
         )
-    pairs = pairs_of(plan)
-    room = None if max_states is None else max_states - plan.num_rows
+    drafts = _Drafts(plan, pairs_of(plan), cost, num_kv_heads, group, max_states)
+    draft, made = drafts.best(choice) if share else (drafts.alone(), None)
+    return _listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
 
-    def grouped(room: int | None, cost: CostModel = cost) -> Groups:
-        return shared_groups(plan, pairs, cost, int(cost.tile_rows(group)[-1]), room)
 
-    def drafted(groups: Groups, cost: CostModel = cost, cached: float = 1.0) -> _Draft:
+@dataclass(frozen=True, eq=False)
+class _Drafts:
+    """Drafts of a plan's list; see `make_work`."""
+
+    plan: AttentionPlan
+    pairs: Pairs
+    cost: CostModel
+    num_kv_heads: int
+    group: int
+    max_states: int | None
+
+    def grouped(self, cost: CostModel, share: bool = True) -> Groups:
+        """Groups that share by a cost model, in the room that their states have."""
+        room = None if self.max_states is None else self.max_states - self.plan.num_rows
+        rows = int(cost.tile_rows(self.group)[-1])
+        return shared_groups(self.plan, self.pairs, cost, rows, room if share else -1)
+
+    def alone(self, cached: float = 1.0) -> Draft:
+        """The draft in which nothing is shared."""
+        return self.drafted(self.grouped(self.cost, share=False), self.cost, cached)
+
+    def drafted(self, groups: Groups, cost: CostModel, cached: float = 1.0) -> Draft:
         """The items of a list whose tokens take `cached` of the memory's time."""
-        units = units_of(pairs, groups, plan.num_rows)
-        blocks = blocks_of(plan, pairs, units, cost.tile_rows(group))
+        units = units_of(self.pairs, groups, self.plan.num_rows)
+        blocks = blocks_of(self.plan, self.pairs, units, cost.tile_rows(self.group))
         if (blocks.kind[blocks.block] < len(cost.tiles) - 1).all():
             cost = cost.reading()
         model = replace(cost, crowd=cached * cost.crowd)
-        cuts, split = cuts_of(blocks, model, num_kv_heads, group, cached)
-        deal = Deal(split, num_kv_heads, cost.crowded(2 * split[1]) if cost.together else cost)
-        draft = _drafted(plan, model, blocks, cuts, deal)
-        if max_states is not None and draft.num_states > max_states:
-            draft = _drafted(plan, model, blocks, cuts[:0], deal)
+        cuts, split = cuts_of(blocks, model, self.num_kv_heads, self.group, cached)
+        crowded = cost.crowded(2 * split[1]) if cost.together else cost
+        deal = Deal(split, self.num_kv_heads, crowded)
+        draft = draft_of(self.plan, model, blocks, cuts, deal)
+        if self.max_states is not None and draft.num_states > self.max_states:
+            draft = draft_of(self.plan, model, blocks, cuts[:0], deal)
         return draft
 
-    def best() -> tuple[_Draft, Choice | None]:
-        if not share:
-            return drafted(grouped(-1)), None
+    def best(self, choice: Choice | None) -> tuple[Draft, Choice | None]:
+        """The draft that ends soonest, and the choice that was made for it."""
+        cost, pairs, heads = self.cost, self.pairs, self.num_kv_heads
         seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
-        step = plan.num_rows, _tokens_of_rows(pairs)
+        step = self.plan.num_rows, _tokens_of_rows(pairs)
         kept = choice if choice is not None and choice.holds(*step) else None
         small = cost.reading()
         model = cost if kept is None or kept.multiply else small
-        groups = grouped(room, model)
-        draft = drafted(groups, model)
+        groups = self.grouped(model)
+        draft = self.drafted(groups, model)
         if not cost.together or draft.num_states == 0 or seen == draft.walked:
             return draft, None
         different = _different_tokens(pairs)
 
-        def read_ns(draft: _Draft) -> float:
+        def read_ns(draft: Draft) -> float:
             share = cost.read_share(different / draft.walked)
-            return share * draft.walked * num_kv_heads * cost.memory_ns
+            return share * draft.walked * heads * cost.memory_ns
 
-        def end_ns(draft: _Draft) -> float:
-            num_states = draft.num_states * num_kv_heads * group
+        def end_ns(draft: Draft) -> float:
+            num_states = draft.num_states * heads * self.group
             memory_ns = cost.beside_factor * read_ns(draft) if draft.num_wide else read_ns(draft)
             return cost.end_ns(draft.last_ns, memory_ns, num_states, draft.most_parts)
 
         if model is cost and read_ns(draft) >= draft.last_ns:
             # The memory is the limit: states take its time, and tokens that are in the cache do
             # not.
-            fewer = grouped(room, replace(cost, merge_tokens=2 * cost.merge_tokens))
+            fewer = self.grouped(replace(cost, merge_tokens=2 * cost.merge_tokens))
             if not np.array_equal(fewer.walker, groups.walker):
-                draft = min(draft, drafted(fewer), key=end_ns)
+                draft = min(draft, self.drafted(fewer, cost), key=end_ns)
         made = None
         if draft.num_wide and len(cost.tiles) > 1 and kept is None:
             # Programs that multiply begin late, and one side may have to wait for the other.
             # Two halves of a program walk as much as it, where a tile's rows are half as many.
             token_ns = max(small.tiles[-2].token_ns, small.row_ns(2 * small.programs[1]))
-            multiplied = draft.wide_tokens * num_kv_heads * token_ns
+            multiplied = draft.wide_tokens * heads * token_ns
             if multiplied < end_ns(draft) * small.programs[1]:
-                draft = min(draft, drafted(grouped(room, small), small), key=end_ns)
+                draft = min(draft, self.drafted(self.grouped(small), small), key=end_ns)
             made = Choice(*step, draft.num_wide > 0)
         # In a small step, merging may take longer than sharing saves.
-        if cost.cached_share * seen * num_kv_heads * cost.memory_ns >= end_ns(draft):
+        if cost.cached_share * seen * heads * cost.memory_ns >= end_ns(draft):
             return draft, made
-        alone = drafted(grouped(-1), cached=cost.read_share(different / seen))
-        return min(draft, alone, key=end_ns), made
-
-    draft, made = best()
-    return _listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
+        return min(draft, self.alone(cost.read_share(different / seen)), key=end_ns), made
 
 
 def _tokens_of_rows(pairs: Pairs) -> int:
@@ -338,7 +358,7 @@ def _different_tokens(pairs: Pairs) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Draft:
+class Draft:
     """Items of a list, dealt out: what its end is estimated from, and `_listed` makes arrays of.
 
     Attributes:
@@ -366,6 +386,7 @@ class _Draft:
 
     @property
     def num_states(self) -> int:
+        """Partial states: parts of rows that have several."""
         return int(self.parts[self.parts > 1].sum())
 
     @property
@@ -374,9 +395,10 @@ class _Draft:
         return int(self.parts.max(initial=0))
 
 
-def _drafted(
+def draft_of(
     plan: AttentionPlan, cost: CostModel, blocks: Blocks, cuts: np.ndarray, deal: Deal
-) -> _Draft:
+) -> Draft:
+    """Items of blocks cut at `cuts` (`cuts_of`), dealt out."""
     segments = segments_of(blocks, cuts)
     head = np.flatnonzero(np.diff(segments.item, prepend=-1))  # the first segment of each item
     block = blocks.block[segments.entry[head]]
@@ -385,7 +407,7 @@ def _drafted(
     walks = _walks(plan, blocks, segments, tile_columns(cost, kind)[0])
     order, queues = deal.in_order(_item_ns(deal.cost, kind, walks), kind)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
-    return _Draft(
+    return Draft(
         kind=kind,
         count=count,
         walks=walks,
@@ -401,7 +423,7 @@ def _drafted(
     )
 
 
-def _listed(plan: AttentionPlan, draft: _Draft, num_rows: int, choice: Choice | None) -> WorkList:
+def _listed(plan: AttentionPlan, draft: Draft, num_rows: int, choice: Choice | None) -> WorkList:
     """The arrays of a work list, its items in order."""
     walks, count, order = draft.walks, draft.count, draft.order
     head = np.flatnonzero(np.diff(walks.item, prepend=-1))  # the first entry of each item

@@ -50,6 +50,7 @@ class Blocks:
 
 
 def pairs_of(plan: AttentionPlan) -> Pairs:
+    """The atoms of a plan: rows between two places where some span begins or ends."""
     spans = np.ascontiguousarray(plan.spans.T).astype(np.int64)
     row, rows = spans[0], spans[1]
     flags = np.zeros(plan.num_rows + 1, bool)

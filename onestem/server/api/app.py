@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onestem.batch.workplace import is_full
 from onestem.beside_vllm import ROUTES, way_out
 from onestem.errors import OnestemError
+from onestem.options import parse_memory
 from onestem.server.api.bodies import Bodies
 from onestem.server.api.callers import service_of
 from onestem.server.api.control import control_routes
 from onestem.server.api.foreign import ForeignCalls, hosts_of
 from onestem.server.api.openapi import document
-from onestem.server.api.prepare import Reader
 from onestem.server.api.routes import api, known_query, open_routes, tokens
-from onestem.server.errors import (
-    BUG,
-    ApiError,
-    EngineDownError,
-    as_api_error,
-    error_response,
-    field_of,
-)
+from onestem.server.errors import BUG, ApiError, EngineDownError, as_api_error, field_of
 from onestem.server.logs import log
 from onestem.server.service import Service
 
 __all__ = ["Contained", "make_app"]
-
-Json = dict[str, Any]
 
 
 class Contained:
@@ -77,14 +68,7 @@ def make_app(service: Service) -> FastAPI:
     settings = service.settings
     app = FastAPI(title="Onestem", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    app.state.reader = Reader(
-        bodies=Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
-        model=service.model,
-        client=service.client,
-        prefixes=service.prefixes,
-        schemas=service.schemas,
-        timeout=settings.timeout,
-    )
+    app.state.bodies = Bodies(parse_memory(settings.max_body), parse_memory(settings.max_bodies))
     app.add_middleware(
         ForeignCalls,
         hosts=hosts_of(settings.host, settings.allowed_hosts),
@@ -95,43 +79,30 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(tokens)
     app.include_router(open_routes)
     app.include_router(control_routes, dependencies=[Depends(known_query)])
-    made: list[Json] = []
-
-    def openapi() -> Json:
-        if not made:
-            made.append(document(app, keys=service.keys.needed))
-        return made[0]
-
-    app.openapi = openapi  # type: ignore[method-assign]
-    for kind, handler in HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    made = cache(partial(document, app, keys=service.keys.needed))
+    app.openapi = made  # type: ignore[method-assign]
+    for kind in (ApiError, OnestemError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _on_error)
     return app
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, OnestemError):
+        error = as_api_error(error)
+    elif isinstance(error, HTTPException):
+        place = f"{request.method} {request.url.path}"
+        messages = {
+            404: f"there is no {place}{way_out(place, ROUTES)}",
+            405: f"{place} is not allowed",
+        }
+        message = messages.get(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, message, headers=error.headers)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        name = str(next(part for part in reversed(first["loc"]) if isinstance(part, str)))
+        error = ApiError(400, f"{name}: {first['msg']}", param=name)
     assert isinstance(error, ApiError)
     return _errored(request, error)
-
-
-async def _on_mistake(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OnestemError)
-    return _errored(request, as_api_error(error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path}"
-    hint = way_out(place, ROUTES)
-    messages = {404: f"there is no {place}{hint}", 405: f"{place} is not allowed"}
-    message = messages.get(error.status_code, str(error.detail))
-    return _errored(request, ApiError(error.status_code, message, headers=error.headers))
-
-
-async def _on_bad_parameter(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    name = str(next(part for part in reversed(first["loc"]) if isinstance(part, str)))
-    return _errored(request, ApiError(400, f"{name}: {first['msg']}", param=name))
 
 
 def _on_bug(request: Request, error: BaseException) -> Response:
@@ -158,12 +129,4 @@ def _errored(request: Request, error: ApiError) -> Response:
         code=error.code,
         param=error.param,
     )
-    return error_response(error, name)
-
-
-HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-    ApiError: _on_api_error,
-    OnestemError: _on_mistake,
-    HTTPException: _on_http_error,
-    RequestValidationError: _on_bad_parameter,
-}
+    return JSONResponse(error.body(), error.status, {**error.headers, "x-request-id": name})

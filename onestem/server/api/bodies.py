@@ -40,14 +40,16 @@ class Bodies:
 
     Attributes:
         held: bytes of those that are read beside keys' own.
+        own: keys that have a body in the room of their own.
+        waiting: bodies that wait for room, in order.
     """
 
     def __init__(self, limit: int, most: int) -> None:
         self.limit = limit
         self.most = max(limit, most)
         self.held = 0
-        self._own: set[str] = set()  # keys whose own room is taken
-        self._waiting: dict[_Waiting, None] = {}
+        self.own: set[str] = set()
+        self.waiting: dict[_Waiting, None] = {}
 
     @asynccontextmanager
     async def read(self, request: Request, key: str) -> AsyncIterator[bytes]:
@@ -79,13 +81,13 @@ class Bodies:
     async def _take(self, key: str, size: int) -> bool:
         """Take room, when there is some; returns whether it is the key's own."""
         one = _Waiting(key, size, asyncio.get_running_loop().create_future())
-        self._waiting[one] = None
+        self.waiting[one] = None
         self._serve()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return await one.came
         except BaseException as error:
-            self._waiting.pop(one, None)
+            self.waiting.pop(one, None)
             if one.came.done() and not one.came.cancelled():
                 self._give_back(key, size, one.came.result())
             else:
@@ -105,7 +107,7 @@ class Bodies:
 
     def _give_back(self, key: str, size: int, is_own: bool) -> None:
         if is_own:
-            self._own.discard(key)
+            self.own.discard(key)
         else:
             self.held -= size
         self._serve()
@@ -113,17 +115,17 @@ class Bodies:
     def _serve(self) -> None:
         """Let in who has room: with the key's own at once, else in order."""
         is_first = True
-        for one in list(self._waiting):
+        for one in list(self.waiting):
             if one.came.done():  # cancelled: its `_take` is about to see that
                 continue
-            is_own = one.key not in self._own
+            is_own = one.key not in self.own
             fits = is_first and self.held + one.size <= self.most
             if not is_own and not fits:
                 is_first = False
                 continue
             if is_own:
-                self._own.add(one.key)
+                self.own.add(one.key)
             else:
                 self.held += one.size
-            del self._waiting[one]
+            del self.waiting[one]
             one.came.set_result(is_own)

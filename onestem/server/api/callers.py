@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from onestem.server.api.prepare import Reader
+from onestem.server.api.bodies import Bodies
 from onestem.server.objects.tenants import Tenant
 from onestem.server.service import Service
 
-__all__ = ["Asks", "Operates", "Reads", "Serves", "service_of"]
+__all__ = ["Asks", "Operates", "Serves", "bodies_of", "service_of"]
 
 
 def service_of(request: Request) -> Service:
@@ -19,14 +19,15 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def bodies_of(request: Request) -> Bodies:
+    """What reads large bodies where a request was sent to."""
+    bodies: Bodies = request.app.state.bodies
+    return bodies
+
+
 # Coroutines, though they wait for nothing: FastAPI calls functions in a thread.
 async def _the_service(request: Request) -> Service:
     return service_of(request)
-
-
-async def _the_reader(request: Request) -> Reader:
-    reader: Reader = request.app.state.reader
-    return reader
 
 
 async def _the_tenant(request: Request) -> Tenant:
@@ -40,6 +41,5 @@ async def _operated(request: Request) -> Service:
 
 
 Serves = Annotated[Service, Depends(_the_service)]
-Reads = Annotated[Reader, Depends(_the_reader)]
 Asks = Annotated[Tenant, Depends(_the_tenant)]
 Operates = Annotated[Service, Depends(_operated)]  # for the operator alone

@@ -10,60 +10,46 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from onestem.openai.read import Echo
-from onestem.openai.schema import Kind
 from onestem.openai.tools import ToolForm
-from onestem.request import Request, Rerendered
 from onestem.scores import ScoreTask
 from onestem.server.errors import TOO_LATE, ApiError, too_late
 from onestem.server.link.chunk_size import ChunkSize
 from onestem.server.link.client import EngineClient
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
-from onestem.server.objects.tenants import Tenant
 from onestem.server.records.call_record import CallRecord, Outcome
 
 __all__ = ["Call", "usage_of"]
 
 
 @dataclass(kw_only=True)
-class Call:
+class Call(CallRecord):
     """A validated call.
 
     Attributes:
-        id: `chatcmpl-...`, `cmpl-...` or `score-...`; its requests are called `id-0`, `id-1`, ...
-        requests: one per prompt.
         tasks: what each of them scores; none where answers are sampled.
         chunk_size: of its stream's chunks after the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
         tools: the form of its tool calls; None: it has none.
-        app: name of the prefix that its prompt begins with, "" if none.
-        created: unix seconds; arrived: of `time.monotonic()`.
         seconds: its time limit.
     """
 
-    id: str
-    kind: Kind
     model: str
-    tenant: Tenant
-    requests: Sequence[Request]
     tasks: Sequence[ScoreTask] = ()
-    app: str = ""
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
     tools: ToolForm | None = None
     echo: Echo | None = None
     chunk_size: ChunkSize | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    arrived: float
     seconds: float
     inbox: Inbox = field(init=False)
-    outcome: Outcome | None = None
     _num_left: int = field(init=False, default=0)
     _on_left: Callable[[], object] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(len(self.requests), self.chunk_size)
+        self.ended = self.inbox.ended
 
     def submit(self, client: EngineClient) -> None:
         """Queue its requests. `running` has to follow: it ends them."""
@@ -78,7 +64,7 @@ class Call:
     async def running(self, client: EngineClient) -> AsyncIterator[Inbox]:
         """Its answers come inside the block; however that is left, none of its requests runs on."""
         timer = asyncio.get_running_loop().call_later(
-            self.deadline - time.monotonic(), lambda: self.inbox.fail(self._too_late())
+            self.deadline - time.monotonic(), lambda: self.inbox.fail(too_late(self.seconds))
         )
         try:
             yield self.inbox
@@ -97,59 +83,28 @@ class Call:
     def _left(self, part: int, last: Delta | None) -> None:
         """The engine is done with one of its requests; `last` where it was cut short."""
         if last is not None:
-            self.inbox.ended.setdefault(part, last)
+            self.ended.setdefault(part, last)
         self._num_left += 1
         if self._num_left == len(self.requests) and self._on_left is not None:
             tell, self._on_left = self._on_left, None  # it refers to the call
             tell()
 
     def when_left(self, tell: Callable[[], object]) -> None:
-        """Have `tell` called when the engine is done with all of its requests: `record` is whole
+        """Have `tell` called when the engine is done with all of its requests: `ended` is whole
         then. For a call that was cut short, that is soon after `running`."""
         if self._num_left == len(self.requests):
             tell()
         else:
             self._on_left = tell
 
-    def record(self, seconds: float) -> CallRecord:
-        """What is kept of it, as of now; `seconds`: that it took."""
-        return CallRecord(
-            id=self.id,
-            kind=self.kind,
-            key=self.tenant.name,
-            app=self.app,
-            outcome=self.outcome,
-            created=self.created,
-            arrived=self.arrived,
-            seconds=seconds,
-            requests=self.requests,
-            ended=self.inbox.ended,
-            rerendered=self.rerendered,
-        )
-
     def _finish_reason(self) -> Outcome:
         reasons = [piece.finish_reason for delta in self.deltas for piece in delta.pieces]
         return reasons[-1] or "stop" if reasons else "stop"
-
-    def _too_late(self) -> ApiError:
-        return too_late(self.seconds)
 
     @property
     def deadline(self) -> float:
         """When its time is over, by `time.monotonic()`."""
         return self.arrived + self.seconds
-
-    @property
-    def deltas(self) -> list[Delta]:
-        """The last delta of each request that has ended, in the prompts' order."""
-        return [self.inbox.ended[part] for part in sorted(self.inbox.ended)]
-
-    @property
-    def rerendered(self) -> Rerendered | None:
-        """Where a chat is written differently than before, once it has ended."""
-        if self.kind != "chat" or not self.deltas or self.deltas[0].reuse is None:
-            return None
-        return self.deltas[0].reuse.rerendered
 
 
 def usage_of(call: Call) -> dict[str, object]:
@@ -157,11 +112,10 @@ def usage_of(call: Call) -> dict[str, object]:
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     if call.tasks:
         prompt = sum(task.num_tokens for task in call.tasks)
-    metrics = [delta.metrics for delta in call.deltas if delta.metrics is not None]
-    output = sum(one.num_output_tokens for one in metrics)
+    output = sum(one.num_output_tokens for one in call.metrics)
     if call.echo is not None and call.echo.alone:
         output = 0
-    cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in metrics)
+    cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in call.metrics)
     details = {"cached_tokens": cached}
     rerendered = call.rerendered
     if rerendered is not None:

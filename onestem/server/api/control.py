@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from onestem.errors import OnestemError
 from onestem.server.api.callers import Operates
 from onestem.server.api.limits import read_limited
-from onestem.server.errors import ApiError, EngineDownError, as_api_error
-from onestem.server.service import Service
+from onestem.server.errors import ApiError, EngineDownError
 
 __all__ = ["control_routes"]
 
@@ -38,17 +36,10 @@ BY_QUERY = [Depends(_told_by_query)]
 control_routes = APIRouter(include_in_schema=False)
 
 
-async def _told(service: Service, what: str, value: Any = None) -> Any:
-    try:
-        return await service.client.control(what, value)
-    except OnestemError as error:
-        raise as_api_error(error) from error
-
-
 @control_routes.post("/pause", dependencies=BY_QUERY)
 async def pause(service: Operates, mode: Literal["abort", "keep"] = "abort") -> Json:
     """Compute nothing until /resume. Requests that run get an error (abort) or wait (keep)."""
-    await _told(service, "pause")
+    await service.client.control("pause")
     if mode == "abort":
         service.client.requests.fail_all(EngineDownError("the server was paused: try again later"))
     return {"status": "paused"}
@@ -72,14 +63,14 @@ async def sleep(service: Operates, level: Annotated[int, Query(ge=1, le=2)] = 1)
     """Free KV memory and the weights, which wait in host memory (level 1) or are dropped (2)."""
     if level == 2:
         raise ApiError(501, f"sleep level 2 drops the weights, and {WEIGHTS}", code="unsupported")
-    await _told(service, "sleep", level)
+    await service.client.control("sleep", level)
     return {"status": "asleep"}
 
 
 @control_routes.post("/wake_up", dependencies=BY_QUERY)
 async def wake_up(service: Operates, tags: Annotated[list[Tag] | None, Query()] = None) -> Json:
     """Take the memory again, for some tags or all."""
-    await _told(service, "wake_up", tags)
+    await service.client.control("wake_up", tags)
     return {"status": "asleep" if service.client.sleep_level else "awake"}
 
 
@@ -92,7 +83,7 @@ async def is_sleeping(service: Operates) -> Json:
 @control_routes.post("/reset_prefix_cache", dependencies=BY_QUERY)
 async def reset_prefix_cache(service: Operates, reset_running_requests: bool = False) -> Json:
     """Drop what is cached; `success`: nothing is left but pinned prefixes."""
-    return {"success": await _told(service, "reset_prefix_cache", reset_running_requests)}
+    return {"success": await service.client.control("reset_prefix_cache", reset_running_requests)}
 
 
 @control_routes.get("/get_world_size")

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from onestem.server.api.streams import COMMENT, WRITER
-from onestem.server.errors import error_object
+from onestem.server.errors import ApiError
 
 __all__ = ["HalfOpenProtocol"]
 
@@ -91,7 +91,7 @@ class HalfOpenProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
-        body = json.dumps(error_object(400, f"the request cannot be read: {msg}")).encode()
+        body = json.dumps(ApiError(400, f"the request cannot be read: {msg}").body()).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         length = (b"content-length", str(len(body)).encode())
         head = h11.Response(status_code=400, headers=[*headers, length], reason=b"Bad Request")
@@ -102,11 +102,11 @@ class HalfOpenProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Nothing more can be asked after an end of file."""
         super().on_response_complete()
-        self._watch_reader()
+        self.watch_reader()
         if self._timer is not None and not self._owes_answer:
             self.transport.close()
 
-    def _watch_reader(self) -> None:
+    def watch_reader(self) -> None:
         """Look later whether the client has taken some of what it has not read."""
         unread, cycle = self.transport.get_write_buffer_size(), self.cycle
         if unread and cycle is not None and self._reader is None:
@@ -121,7 +121,7 @@ class HalfOpenProtocol(H11Protocol):
         if self.cycle is cycle() and self.transport.get_write_buffer_size() >= unread:
             self.transport.abort()
         else:
-            self._watch_reader()
+            self.watch_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone, or has its answer."""

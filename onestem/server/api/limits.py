@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from onestem.checked import show
@@ -34,12 +33,6 @@ def declared_length(request: Request) -> int | None:
     return int(declared) if declared.isascii() and declared.isdecimal() else None
 
 
-async def _check_declared(request: Request, limit: int) -> None:
-    if (declared_length(request) or 0) > limit:
-        await _drop_rest(request.receive)
-        raise _too_large(limit)
-
-
 async def _drop_rest(receive: Receive) -> None:
     """Read what is under way: if a connection is closed with unread bytes, the client may lose the
     answer."""
@@ -53,26 +46,6 @@ async def _drop_rest(receive: Receive) -> None:
                 left -= len(message.get("body", b""))
 
 
-async def read_limited(request: Request, limit: int) -> bytes:
-    """A body of at most `limit` bytes; raises a 413 for a longer one."""
-    await _check_declared(request, limit)
-    parts, size, more = [], 0, True
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError(400, "the client went away before its body had come")
-                part, more = message.get("body", b""), message.get("more_body", False)
-                size += len(part)
-                if size > limit:
-                    await _refuse_longer(request, limit, more=more)
-                parts.append(part)
-    except TimeoutError as error:
-        raise _too_slow("the body did not come") from error
-    return b"".join(parts)
-
-
 def _too_slow(what: str) -> ApiError:
     return ApiError(
         408,
@@ -82,16 +55,24 @@ def _too_slow(what: str) -> ApiError:
     )
 
 
-async def _refuse_longer(request: Request, limit: int, *, more: bool) -> NoReturn:
-    if more:
-        await _drop_rest(request.receive)
-    raise _too_large(limit)
+async def read_limited(request: Request, limit: int) -> bytes:
+    """A body of at most `limit` bytes; raises a 413 for a longer one, a 408 for a slower one."""
+    bounded = await limited(request, limit)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await bounded.body()
+    except TimeoutError as error:
+        raise _too_slow("the body did not come") from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "the client went away before its body had come") from error
 
 
 async def limited(request: Request, limit: int) -> Request:
     """The same request, whose body breaks off with a 413 beyond `limit` bytes, or with a 408 where
     nothing more of it comes."""
-    await _check_declared(request, limit)
+    if (declared_length(request) or 0) > limit:
+        await _drop_rest(request.receive)
+        raise _too_large(limit)
     seen = 0
 
     async def receive() -> Message:
@@ -103,7 +84,9 @@ async def limited(request: Request, limit: int) -> Request:
             raise _too_slow("nothing more of the body came") from error
         seen += len(message.get("body", b""))
         if seen > limit:
-            await _refuse_longer(request, limit, more=message.get("more_body", False))
+            if message.get("more_body", False):
+                await _drop_rest(request.receive)
+            raise _too_large(limit)
         return message
 
     return Request(request.scope, receive)

@@ -10,26 +10,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from onestem import __version__
-from onestem.openai.schema import (
-    BatchBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ErrorAnswer,
-    PrefixBody,
-    SchemaBody,
-    ScoreBody,
-    TokenizeBody,
-    UploadBody,
-)
+from onestem.openai.schema import ErrorAnswer
 
-__all__ = ["ERRORS", "answers", "body_of", "document", "json_body"]
+__all__ = ["ERRORS", "answers", "body_of", "document"]
 
 REF = "#/components/schemas/{model}"
-MODELS: tuple[type[BaseModel], ...] = (
-    ChatBody, CompletionBody, ScoreBody, PrefixBody, SchemaBody, BatchBody, TokenizeBody,
-    DetokenizeBody, UploadBody, ErrorAnswer,
-)  # fmt: skip
+MODELS: dict[type[BaseModel], None] = {ErrorAnswer: None}  # those that the document describes
 _ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "What is wrong with the request.", "content": _ERROR},
@@ -42,15 +28,11 @@ def answers(*types: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "The answer.", "content": {name: {} for name in types}}}
 
 
-def body_of(model: type[BaseModel], media_type: str) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads such a body."""
+def body_of(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
+    """`openapi_extra` of a route that reads such a body, which the document describes."""
+    MODELS[model] = None
     schema = {"$ref": REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
-
-
-def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """`body_of` for JSON."""
-    return body_of(model, "application/json")
 
 
 def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,20 @@ from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
-from onestem.openai.read import Asked, Prompt, read_body, read_object
+from onestem.openai.read import Asked, JsonObject, Prompt, read_object
 from onestem.openai.schema import Kind
 from onestem.request import Request
 from onestem.scores import ScoreTask
-from onestem.server.api.bodies import Bodies
+from onestem.server.api.callers import Asks, Serves, bodies_of
 from onestem.server.api.calls import Call
 from onestem.server.api.limits import check_media_type
 from onestem.server.errors import NoAnswerError, too_late
 from onestem.server.link.client import ANSWER_SECONDS, EngineClient
-from onestem.server.objects.prefixes import Prefix, Prefixes, messages_of
-from onestem.server.objects.schemas import Schemas
+from onestem.server.objects.prefixes import Prefix, messages_of
 from onestem.server.objects.tenants import APP_OWNER, Tenant
-from onestem.server.served_model import ServedModel
+from onestem.server.service import Service
 
-__all__ = ["QUICK_TOKENS", "Reader", "prepare", "read_json"]
+__all__ = ["QUICK_TOKENS", "prepare", "read_json"]
 
 # Token ids that are checked, or written with their alternatives, on the event loop; checks take
 # less than a millisecond.
@@ -40,82 +39,68 @@ QUICK_TOKENS = 8192
 ID_OF: Mapping[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "score": "score-"}
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What bodies are read with.
-
-    Attributes:
-        bodies: room for large ones.
-        model: that they are for; client: of its engine.
-        prefixes, schemas: which they may name.
-        timeout: seconds of a call that sets no time for itself.
-    """
-
-    bodies: Bodies
-    model: ServedModel
-    client: EngineClient
-    prefixes: Prefixes
-    schemas: Schemas
-    timeout: float
-
-
-async def read_json(reader: Reader, http: HttpRequest, tenant: Tenant) -> dict[str, Any]:
-    """A body's JSON object.
+async def read_json(http: HttpRequest, service: Serves, tenant: Asks) -> JsonObject:
+    """A body's JSON object, for routes that depend on it.
 
     Raises:
         ApiError: it is not JSON, too long, too slow, or has no room.
     """
     check_media_type(http, "application/json")
-    async with reader.bodies.read(http, tenant.name) as raw:
-        return await reader.model.parsed(raw, partial(_noted, http))
+    async with bodies_of(http).read(http, tenant.name) as raw:
+        return await service.model.parsed(raw, partial(_noted, http))
 
 
-def _noted(http: HttpRequest, data: bytes) -> dict[str, Any]:
+def _noted(http: HttpRequest, data: bytes) -> JsonObject:
     """A body's JSON object. Its fields are noted: errors name no others."""
     body = read_object(data)
     http.state.fields = frozenset(body)
     return body
 
 
-async def prepare(reader: Reader, kind: Kind, http: HttpRequest, tenant: Tenant) -> Call:
+async def prepare(
+    service: Service, read: Callable[[JsonObject], Asked], http: HttpRequest, tenant: Tenant
+) -> Call:
     """The call that a request asks for, ready to be submitted. Of its body nothing is kept.
+
+    Args:
+        read: a body, as its API has it; raises `RequestError` for a bad one.
 
     Raises:
         RequestError, ApiError: it cannot be answered, or not now.
     """
     arrived = time.monotonic()
     check_media_type(http, "application/json")
-    model = reader.model
-    async with reader.bodies.read(http, tenant.name) as raw:
-        asked = await model.parsed(raw, lambda data: read_body(kind, _noted(http, data)))
+    model = service.model
+    async with bodies_of(http).read(http, tenant.name) as raw:
+        asked = await model.parsed(raw, lambda data: read(_noted(http, data)))
         model.check_name(asked.model)
-        reader.client.supervisor.check_up()
+        service.client.supervisor.check_up()
         if model.bounded_tokenizer is not None and asked.tools is not None:
             tokenizer = model.bounded_tokenizer
             form, token_of = tokenizer.tool_form, tokenizer.control_token
             asked = await model.in_thread(asked.held, form, token_of, check_schema)
-        call = await _call(reader, asked, tenant, arrived)
+        call = await _call(service, asked, tenant, arrived)
         del asked, raw
     first = call.requests[0]
     if first.params.response_format is not None or first.pml is not None:
-        await _validate(reader.client, call)
+        await _validate(service.client, call)
     if first.pml is not None:
-        reader.schemas.prefetch(tenant, first.pml, first.module_salt)
+        service.schemas.prefetch(tenant, first.pml, first.module_salt)
     return call
 
 
-async def _call(reader: Reader, asked: Asked, tenant: Tenant, arrived: float) -> Call:
+async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
     """The call of a body: tokenised and checked, in a thread where that takes time."""
     name = ID_OF[asked.kind] + secrets.token_hex(12)
-    prefixes, model = reader.prefixes, reader.model
+    prefixes, model = service.prefixes, service.model
     prefix = prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     tasks: list[ScoreTask] = []
     if asked.kind == "score":
-        requests, tasks = await model.in_thread(_score_requests, reader, asked, tenant, name)
+        requests, tasks = await model.in_thread(_score_requests, service, asked, tenant, name)
     elif _is_quick(asked):
-        requests = _requests(reader, asked, tenant, prefix, name)
+        requests = _requests(service, asked, tenant, prefix, name)
     else:
-        requests = await model.in_thread(_requests, reader, asked, tenant, prefix, name)
+        requests = await model.in_thread(_requests, service, asked, tenant, prefix, name)
     tokenizer = model.bounded_tokenizer
     begun = prefix or prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
@@ -131,9 +116,9 @@ async def _call(reader: Reader, asked: Asked, tenant: Tenant, arrived: float) ->
         return_token_ids=asked.return_token_ids or model.tokenizer is None,
         echo=asked.echo,
         tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
-        chunk_size=reader.client.requests.chunk_size,
+        chunk_size=service.client.requests.chunk_size,
         arrived=arrived,
-        seconds=asked.timeout or reader.timeout,
+        seconds=asked.timeout or service.settings.timeout,
     )
 
 
@@ -163,15 +148,15 @@ def _is_quick(asked: Asked) -> bool:
 
 
 def _requests(
-    reader: Reader, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
+    service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
 ) -> list[Request]:
     """A validated request for each prompt."""
     if asked.prompts[0].pml is not None:
-        return [_pml_request(reader, asked, tenant, asked.prompts[0], name)]
-    model, tokenizer = reader.model, reader.model.bounded_tokenizer
+        return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
+    model, tokenizer = service.model, service.model.bounded_tokenizer
     requests = [
         _request(
-            reader,
+            service,
             asked,
             tenant,
             f"{name}-{number}",
@@ -188,10 +173,10 @@ def _requests(
 
 
 def _request(
-    reader: Reader, asked: Asked, tenant: Tenant, name: str, ids: Sequence[int], **more: Any
+    service: Service, asked: Asked, tenant: Tenant, name: str, ids: Sequence[int], **more: Any
 ) -> Request:
     """A validated request; `more`: fields that calls do not have alike."""
-    common = reader.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
+    common = service.prefixes.begun_by(tenant, ids, owner=APP_OWNER)
     request = Request(
         request_id=name,
         # One block of memory, which goes to the engine's process and is kept there as it is.
@@ -201,17 +186,17 @@ def _request(
         common_prefix_tokens=common.length(ids) if common is not None else 0,
         **more,
     )
-    reader.model.check(request)
+    service.model.check(request)
     return request
 
 
 def _score_requests(
-    reader: Reader, asked: Asked, tenant: Tenant, name: str
+    service: Service, asked: Asked, tenant: Tenant, name: str
 ) -> tuple[list[Request], list[ScoreTask]]:
     """A validated request for each prompt, and what is scored of it."""
-    tasks = _tasks(reader.model.bounded_tokenizer, asked)
+    tasks = _tasks(service.model.bounded_tokenizer, asked)
     requests = [
-        _request(reader, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
+        _request(service, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
         for number, task in enumerate(tasks)
     ]
     return requests, tasks
@@ -234,20 +219,20 @@ def _tasks(tokenizer: BoundedTokenizer | None, asked: Asked) -> list[ScoreTask]:
 
 
 def _pml_request(
-    reader: Reader, asked: Asked, tenant: Tenant, prompt: Prompt, name: str
+    service: Service, asked: Asked, tenant: Tenant, prompt: Prompt, name: str
 ) -> Request:
     assert prompt.pml is not None
-    compiled = reader.schemas.compile(tenant, prompt.pml, prompt.isolation)
+    compiled = service.schemas.compile(tenant, prompt.pml, prompt.isolation)
     request = Request(
         request_id=f"{name}-0",
         prompt_token_ids=compiled.ordered_token_ids.tolist(),
         params=asked.params,
         stream=asked.stream,
         cache_salt=tenant.salt(asked.cache_salt),
-        common_modules=reader.schemas.find(tenant, compiled.schema).is_common,
+        common_modules=service.schemas.find(tenant, compiled.schema).is_common,
         pml=compiled,
     )
-    reader.model.check(request)
+    service.model.check(request)
     return request
 
 

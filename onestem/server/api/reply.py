@@ -13,15 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from onestem.batch.guard import ENDS
-from onestem.engine.text.tokenizer import Tokenizer
 from onestem.openai.echo import echoed, form_of_echo
-from onestem.openai.write import (
-    Chunks,
-    NotANumberError,
-    ResponseFormat,
-    answer_body,
-    scores_body,
-)
+from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body, scores_body
 from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.api.calls import Call, usage_of
 from onestem.server.api.prepare import QUICK_TOKENS
@@ -29,14 +22,13 @@ from onestem.server.api.streams import (
     DONE,
     EventStream,
     PieceWriter,
-    disconnected,
     event,
     piece_writer,
+    while_there,
 )
 from onestem.server.errors import BUG, ApiError, field_of
-from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.records.records import Records
+from onestem.server.service import Service
 
 __all__ = ["Reply", "check_piece", "events", "whole_body"]
 
@@ -45,21 +37,13 @@ CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
 
 class Reply:
-    """The answer to a call.
+    """The answer to a call, which is recorded when it has ended."""
 
-    Args:
-        client: of the engine that answers.
-        tokenizer: None for a model without one.
-        records: where the call is entered when it has ended.
-    """
-
-    def __init__(
-        self, call: Call, client: EngineClient, tokenizer: Tokenizer | None, records: Records
-    ) -> None:
+    def __init__(self, call: Call, service: Service) -> None:
         self._call = call
-        self._client = client
-        self._records = records
-        params = call.requests[0].params
+        self._client = service.client
+        self._records = service.records
+        params, tokenizer = call.requests[0].params, service.model.tokenizer
         self._form = ResponseFormat(
             kind=call.kind,
             model=call.model,
@@ -89,18 +73,11 @@ class Reply:
 
     async def _whole(self, http: HttpRequest, headers: dict[str, str]) -> Response:
         """The answer as one body; if the client goes away, nothing runs on for it."""
-        body = asyncio.create_task(self._body(headers))
-        gone = asyncio.create_task(disconnected(http.receive))
+        body = await while_there(self._body(headers), http.receive)
         try:
-            await asyncio.wait({body, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not body.done():
-                return Response(status_code=CLIENT_GONE)
-            return body.result()
+            return Response(status_code=CLIENT_GONE) if body.cancelled() else body.result()
         finally:
-            for task in (body, gone):
-                task.cancel()
-            await asyncio.gather(body, gone, return_exceptions=True)
-            del body, gone, task  # an error of the body has this frame, and must not be in it
+            del body  # an error of the body has this frame, and must not be in it
 
     async def _body(self, headers: dict[str, str]) -> Response:
         call = self._call
@@ -157,7 +134,8 @@ class Reply:
             if isinstance(failure, ApiError):
                 error, last = failure, _unsent(chunks, call)
             else:
-                error, last = _bug(call, failure), b""
+                log.exception("internal_error", failure, id=call.id)
+                error, last = ApiError(500, BUG), b""
             self._records.metrics.note_error(error.status)
             error.param = field_of(error.param, fields)
             last += event(error.body())
@@ -170,14 +148,9 @@ class Reply:
 
     def _note(self) -> None:
         """Have the call entered when the engine is done with it."""
-        call, records = self._call, self._records
-        seconds = time.monotonic() - call.arrived
-        call.when_left(lambda: records.note(call.record(seconds)))
-
-
-def _bug(call: Call, failure: BaseException) -> ApiError:
-    log.exception("internal_error", failure, id=call.id)
-    return ApiError(500, BUG)
+        call = self._call
+        call.took = time.monotonic() - call.arrived
+        call.when_left(partial(self._records.note, call))
 
 
 def _direct(
@@ -230,7 +203,7 @@ def whole_body(
     bodies = []
     for part, request in enumerate(call.requests):
         outputs = [piece for (of, _), piece in pieces.items() if of == part]
-        prompt_logprobs, own = call.inbox.ended[part].prompt_logprobs, form
+        prompt_logprobs, own = call.ended[part].prompt_logprobs, form
         if call.echo is not None:
             ids, text = request.prompt_token_ids, request.prompt or ""
             outputs = [

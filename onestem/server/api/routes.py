@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -11,28 +13,27 @@ from starlette.responses import JSONResponse, Response
 
 from onestem import __version__
 from onestem.checked import show
+from onestem.openai.read import Asked, JsonObject, read_body
 from onestem.openai.schema import (
     BatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Kind,
     PrefixBody,
     SchemaBody,
     ScoreBody,
     TokenizeBody,
     UploadBody,
 )
-from onestem.server.api.callers import Asks, Reads, Serves
-from onestem.server.api.openapi import ERRORS, answers, body_of, json_body
-from onestem.server.api.prepare import Reader, prepare, read_json
+from onestem.options import parse_memory
+from onestem.server.api.callers import Asks, Operates, Serves, bodies_of
+from onestem.server.api.openapi import ERRORS, answers, body_of
+from onestem.server.api.prepare import prepare, read_json
 from onestem.server.api.reply import Reply
 from onestem.server.api.tokens import detokenize as detokenize_body
 from onestem.server.api.tokens import tokenize as tokenize_body
 from onestem.server.api.transfers import Download, uploaded
-from onestem.server.errors import (
-    ApiError,
-)
+from onestem.server.errors import ApiError
 from onestem.server.objects import files
 from onestem.server.objects.tenants import Tenant
 from onestem.server.service import Service
@@ -40,7 +41,7 @@ from onestem.server.service import Service
 __all__ = ["api", "known_query", "open_routes", "tokens"]
 
 Json = dict[str, Any]
-
+Body = Annotated[Json, Depends(read_json)]
 Limit = Annotated[int, Query(ge=1, le=10000)]
 UPLOAD_BYTES = 2 << 20  # memory of an upload; the rest of its file is on the disk already
 COMPLETIONS = answers("application/json", "text/event-stream")
@@ -68,32 +69,29 @@ tokens = APIRouter(responses=ERRORS, dependencies=[Depends(known_query)])
 open_routes = APIRouter(responses=ERRORS)
 
 
-@api.post("/chat/completions", openapi_extra=json_body(ChatBody), responses=COMPLETIONS)
-async def chat_completions(
-    request: Request, service: Serves, reader: Reads, tenant: Asks
-) -> Response:
+@api.post("/chat/completions", openapi_extra=body_of(ChatBody), responses=COMPLETIONS)
+async def chat_completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Answer a conversation."""
-    return await _answer("chat", request, service, reader, tenant)
+    return await _answer(partial(read_body, "chat"), request, service, tenant)
 
 
-@api.post("/completions", openapi_extra=json_body(CompletionBody), responses=COMPLETIONS)
-async def completions(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Response:
+@api.post("/completions", openapi_extra=body_of(CompletionBody), responses=COMPLETIONS)
+async def completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Continue one prompt or several."""
-    return await _answer("completion", request, service, reader, tenant)
+    return await _answer(partial(read_body, "completion"), request, service, tenant)
 
 
-@api.post("/score", openapi_extra=json_body(ScoreBody))
-async def score(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Response:
+@api.post("/score", openapi_extra=body_of(ScoreBody))
+async def score(request: Request, service: Serves, tenant: Asks) -> Response:
     """How probable given texts are: completions of prompts, or whole texts."""
-    return await _answer("score", request, service, reader, tenant)
+    return await _answer(partial(read_body, "score"), request, service, tenant)
 
 
 async def _answer(
-    kind: Kind, request: Request, service: Service, reader: Reader, tenant: Tenant
+    read: Callable[[JsonObject], Asked], request: Request, service: Service, tenant: Tenant
 ) -> Response:
-    call = await prepare(reader, kind, request, tenant)
-    reply = Reply(call, service.client, service.model.tokenizer, service.records)
-    return await reply.response(request)
+    call = await prepare(service, read, request, tenant)
+    return await Reply(call, service).response(request)
 
 
 @api.get("/models")
@@ -138,12 +136,10 @@ async def get_prefix(name: str, service: Serves, tenant: Asks) -> Json:
     return service.prefixes.find(tenant, name).describe()
 
 
-@api.put("/prefixes/{name}", openapi_extra=json_body(PrefixBody))
-async def put_prefix(
-    name: str, request: Request, service: Serves, reader: Reads, tenant: Asks
-) -> Json:
+@api.put("/prefixes/{name}", openapi_extra=body_of(PrefixBody))
+async def put_prefix(name: str, body: Body, service: Serves, tenant: Asks) -> Json:
     """Make a prefix, or its next version; answered when it is computed."""
-    prefix = await service.prefixes.put(tenant, name, await read_json(reader, request, tenant))
+    prefix = await service.prefixes.put(tenant, name, body)
     return prefix.describe()
 
 
@@ -165,15 +161,13 @@ async def list_schemas(service: Serves, tenant: Asks) -> Json:
 async def get_schema(name: str, service: Serves, tenant: Asks) -> Json:
     """A PML schema with its markup."""
     schema = service.schemas.find(tenant, name)
-    return {**schema.describe(), "pml": schema.markup}
+    return {**schema.describe(), "pml": schema.source}
 
 
-@api.put("/schemas/{name}", openapi_extra=json_body(SchemaBody))
-async def put_schema(
-    name: str, request: Request, service: Serves, reader: Reads, tenant: Asks
-) -> Json:
+@api.put("/schemas/{name}", openapi_extra=body_of(SchemaBody))
+async def put_schema(name: str, body: Body, service: Serves, tenant: Asks) -> Json:
     """Make a PML schema, or its next version; answered when it is encoded if `encode` is true."""
-    return await service.schemas.put(tenant, name, await read_json(reader, request, tenant))
+    return await service.schemas.put(tenant, name, body)
 
 
 @api.delete("/schemas/{name}")
@@ -184,14 +178,14 @@ async def delete_schema(name: str, service: Serves, tenant: Asks) -> Json:
 
 
 @api.post("/files", openapi_extra=body_of(UploadBody, "multipart/form-data"))
-async def upload_file(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+async def upload_file(request: Request, service: Serves, tenant: Asks) -> Json:
     """Store a file of batch lines."""
     settings = service.settings
     async with (
-        reader.bodies.room(tenant.name, UPLOAD_BYTES),
-        uploaded(request, settings.max_file_bytes) as file,
+        bodies_of(request).room(tenant.name, UPLOAD_BYTES),
+        uploaded(request, parse_memory(settings.max_file)) as file,
     ):
-        name, most = file.filename or "upload.jsonl", settings.max_key_files_bytes
+        name, most = file.filename or "upload.jsonl", parse_memory(settings.max_key_files)
         row = await files.keep(service.store, tenant, name, file.file, most)
     return files.describe(row)
 
@@ -238,10 +232,10 @@ async def delete_file(file_id: str, service: Serves, tenant: Asks) -> Json:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@api.post("/batches", openapi_extra=json_body(BatchBody))
-async def create_batch(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+@api.post("/batches", openapi_extra=body_of(BatchBody))
+async def create_batch(body: Body, service: Serves, tenant: Asks) -> Json:
     """Start a job on an uploaded file."""
-    return await service.jobs.create(tenant, await read_json(reader, request, tenant))
+    return await service.jobs.create(tenant, body)
 
 
 @api.get("/batches")
@@ -265,18 +259,16 @@ async def cancel_batch(batch_id: str, service: Serves, tenant: Asks) -> Json:
     return await service.jobs.cancel(tenant, batch_id)
 
 
-@tokens.post("/tokenize", openapi_extra=json_body(TokenizeBody))
-async def tokenize(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+@tokens.post("/tokenize", openapi_extra=body_of(TokenizeBody))
+async def tokenize(body: Body, service: Serves) -> Json:
     """Token ids of a text or of a conversation."""
-    body = await read_json(reader, request, tenant)
     service.client.supervisor.check_up()
     return await service.model.in_thread(tokenize_body, service.model, body)
 
 
-@tokens.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
-async def detokenize(request: Request, service: Serves, reader: Reads, tenant: Asks) -> Json:
+@tokens.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+async def detokenize(body: Body, service: Serves) -> Json:
     """The text of token ids."""
-    body = await read_json(reader, request, tenant)
     service.client.supervisor.check_up()
     return await service.model.in_thread(detokenize_body, service.model, body)
 
@@ -296,9 +288,8 @@ async def version() -> Json:
 
 
 @open_routes.get("/metrics", responses=answers("text/plain"))
-async def metrics(request: Request, service: Serves) -> Response:
+async def metrics(service: Operates) -> Response:
     """Counts and times in Prometheus' text format."""
-    service.keys.operator(request.headers.get("authorization"))
     snapshot = await service.snapshots.get()
     text = service.records.metrics.text(snapshot.get("pages", {}))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

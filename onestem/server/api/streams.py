@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,10 +16,12 @@ __all__ = [
     "EventStream",
     "PieceWriter",
     "WRITER",
-    "disconnected",
     "event",
+    "while_there",
     "piece_writer",
 ]
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = "comment"  # key in a request's `state`: bytes that may be written between two events
@@ -52,10 +54,24 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def while_there(
+    work: Coroutine[Any, Any, T], receive: Receive, seconds: float | None = None
+) -> asyncio.Task[T]:
+    """Do something while the client is there, for at most `seconds`. Returns the task, which has
+    ended; it was cancelled if the client is gone, or it took too long."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    return task
 
 
 class EventStream(Response):
@@ -85,18 +101,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.get("state", {})[COMMENT] = b":\n\n"
-        sender = asyncio.create_task(self._send_all(send, piece_writer(scope)))
-        watcher = asyncio.create_task(disconnected(receive))
+        sending = self._send_all(send, piece_writer(scope))
         try:
-            await asyncio.wait(
-                {sender, watcher}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            sender = await while_there(sending, receive, self._seconds)
         finally:
-            for task in (sender, watcher):
-                task.cancel()
-            await asyncio.gather(sender, watcher, return_exceptions=True)
             await self._events.aclose()
-        if sender.done() and not sender.cancelled():
+        if not sender.cancelled():
             # A client that went away while we wrote to it is no error. (`result` would raise it
             # here: an error that refers to this frame, and so to itself.)
             error = sender.exception()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+
+from onestem.engine.schedule.queue import Gate, Gatekeeper
+from onestem.request import Request
 
 __all__ = ["AdmissionWindow"]
 
@@ -16,36 +18,32 @@ SECONDS_PER_STREAM = 0.00004
 LONGEST_WAIT = 0.02
 ENOUGH = 24  # new requests that need not wait for more
 
-T = TypeVar("T")
 
+class AdmissionWindow:
+    """A gate of the engine's queue, in front of the engine's own. The queue holds new requests in
+    the order of their arrival until it opens.
 
-class AdmissionWindow(Generic[T]):
-    """Requests that have come and have not joined, in order."""
+    Args:
+        gate: asked about those that may join.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, gate: Gatekeeper, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gate = gate
         self._clock = clock
-        self._arrived: dict[str, T] = {}
+        self._is_open = False
         self._joined_at = float("-inf")
 
-    def __len__(self) -> int:
-        return len(self._arrived)
+    def __call__(self, request: Request, key: str, weight: float) -> Gate:
+        answer = self._gate(request, key, weight) if self._is_open else Gate.WAIT
+        if answer is Gate.OPEN:
+            self._joined_at = self._clock()
+        return answer
 
-    def add(self, name: str, item: T) -> None:
-        """Add a request after those that are here; `name`: for `remove`."""
-        self._arrived[name] = item
+    def close(self) -> None:
+        """Let nobody join until the next `look`."""
+        self._is_open = False
 
-    def remove(self, name: str) -> bool:
-        """Remove a request; returns whether it was here."""
-        return self._arrived.pop(name, None) is not None
-
-    def take(self, num_streams: int) -> list[T]:
-        """Take all, if it is time to join `num_streams` requests that run; else none."""
-        if not self._arrived:
-            return []
-        now = self._clock()
+    def look(self, num_streams: int, num_held: int) -> None:
+        """Open, if it is time for the `num_held` at the gate to join `num_streams` requests."""
         patience = min(num_streams * SECONDS_PER_STREAM, LONGEST_WAIT)
-        if now - self._joined_at < patience and len(self._arrived) < ENOUGH:
-            return []
-        self._joined_at = now
-        taken, self._arrived = list(self._arrived.values()), {}
-        return taken
+        self._is_open = num_held >= ENOUGH or self._clock() - self._joined_at >= patience

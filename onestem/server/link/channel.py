@@ -40,14 +40,14 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message; raises `EOFError` when the other end is gone."""
-        head = self._file.read(LENGTH.size)
-        if head is None or len(head) < LENGTH.size:
+        (size,) = LENGTH.unpack(self._read(LENGTH.size))
+        return pickle.loads(self._read(size))
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
             raise EOFError("the other process has closed the channel")
-        (size,) = LENGTH.unpack(head)
-        body = self._file.read(size)
-        if body is None or len(body) < size:
-            raise EOFError("the other process has closed the channel")
-        return pickle.loads(body)
+        return data
 
     def close(self) -> None:
         """Close the channel; this also wakes a thread that is receiving."""

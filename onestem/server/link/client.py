@@ -5,23 +5,12 @@ Everything here runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from onestem.pml import EncodedSegment
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
-from onestem.server.link.messages import (
-    Answered,
-    Ask,
-    Begun,
-    Facts,
-    Pin,
-    Prefetch,
-    Ready,
-    Report,
-    Unpin,
-)
+from onestem.server.link.messages import Answered, Ask, Begun, Facts, Ready, Report
 from onestem.server.link.open_jobs import OpenJobs
 from onestem.server.link.open_requests import OpenRequests
 from onestem.server.link.pending_calls import PendingCalls
@@ -47,7 +36,6 @@ class EngineClient:
         facts: of the engine that runs or ran last.
         num_running: sequences in the engine.
         on_up: called whenever an engine is ready, before it gets its first request.
-        on_refused: called with a prefix that the engine refuses, and the reason.
     """
 
     def __init__(
@@ -66,21 +54,14 @@ class EngineClient:
         self.facts: Facts | None = None
         self.num_running = 0
         self.on_up: Callable[[], object] = lambda: None
-        self.on_refused: Callable[[str, str], object] = lambda name, why: None
         self._pending_calls = PendingCalls(self.supervisor.send)
         self._stats: dict[str, float] = {}
         self._stats_before: dict[str, float] = {}
         self._job_steps = RecentWindow(10.0, most=256)
 
-    async def start(self) -> Facts:
-        """Start the engine; from then on it is restarted whenever it ends.
-
-        Raises:
-            ConfigError: it cannot start, or was stopped before.
-        """
+    async def start(self) -> None:
+        """Start the engine (see `Supervisor.start`)."""
         await self.supervisor.start()
-        assert self.facts is not None
-        return self.facts
 
     async def stop(self) -> None:
         """End the engine; requests that still wait get an error."""
@@ -106,14 +87,7 @@ class EngineClient:
         key: str = "",
         weight: float = 1.0,
     ) -> Any:
-        """The engine's answer to a question; `key`, `weight`: see `messages.Ask`.
-
-        Raises:
-            EngineDownError: it is not there.
-            NoAnswerError: it does not answer within `seconds`.
-            BusyError: the machine has no time or memory left for it.
-            RequestError: it refuses; ApiError: it failed to find out.
-        """
+        """The engine's answer to a question; arguments and errors as of `PendingCalls.ask`."""
         self.supervisor.check_up()
         return await self._pending_calls.ask(what, value, seconds, key, weight)
 
@@ -170,18 +144,6 @@ class EngineClient:
         """The longest recent step in which jobs had the engine to themselves."""
         return self._job_steps.most
 
-    def pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
-        """Have a prefix computed and kept; whether it is ready, the question `prefixes` tells."""
-        self.supervisor.send(Pin(name, token_ids, cache_salt))
-
-    def unpin(self, name: str) -> None:
-        """Keep a prefix no longer; one that is not pinned is ignored."""
-        self.supervisor.send(Unpin(name))
-
-    def prefetch(self, segments: Sequence[EncodedSegment], cache_salt: str) -> None:
-        """Have modules read from the disk that the next prompts may want."""
-        self.supervisor.send(Prefetch(segments, cache_salt))
-
     def _take(self, message: Any) -> None:
         if isinstance(message, Report):
             self._take_report(message)
@@ -214,9 +176,9 @@ class EngineClient:
         for name, last in report.aborted.items():
             self.requests.take_aborted(name, last)
         for name, why in report.refused.items():
-            if not self.requests.refuse(name, why):
-                self.on_refused(name, why)
-        self.jobs.take(report.jobs, report.pulled)
+            self.requests.refuse(name, why)
+        self.jobs.take(report.jobs)
+        self.jobs.take(report.pulled.items())
 
     def _go_down(self) -> None:
         self._stats_before, self._stats = dict(self.stats), {}

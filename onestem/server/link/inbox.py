@@ -93,7 +93,6 @@ class Inbox:
         self._num_parts = num_parts
         self._pieces: dict[tuple[int, int], CompletionOutput] = {}
         self._size = size or ChunkSize()
-        self._begun: set[tuple[int, int]] = set()
         self._heard: dict[tuple[int, int], _Heard] = {}
         self._news = asyncio.Event()
         self._is_waited_for = False
@@ -121,8 +120,7 @@ class Inbox:
             piece.text += text
             piece.token_ids.append(token_id)
             piece.weight_versions.append(weights_version)
-        if len(piece.token_ids) >= self._size.tokens or key not in self._begun:
-            self._begun.add(key)
+        if heard is None or len(piece.token_ids) >= self._size.tokens:
             self._news.set()
 
     def add(self, part: int, delta: Delta) -> None:
@@ -168,6 +166,11 @@ class Inbox:
     def drained(self) -> bool:
         """Whether all answers are here, and all of them were taken."""
         return self.complete and not self._pieces
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `wait` ends at once."""
+        return self._news.is_set()
 
     @property
     def _is_idle(self) -> bool:

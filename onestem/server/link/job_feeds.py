@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from onestem.request import Request, RequestOutput
-from onestem.server.link.messages import JobOutput, JobRequests
+from onestem.server.link.messages import JobRequests
 
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
@@ -28,16 +28,12 @@ class JobFeed:
         self.pulled = 0
         self.parts: list[str] = []
         self.groups: dict[int, int] = {}  # of all parts
-        self._requests: deque[Request] = deque()
+        self.requests: deque[Request] = deque()  # that the engine has not taken
         self._reading = False
-
-    def extend(self, message: JobRequests) -> None:
-        """Take the job's next requests, after those that are here."""
-        self._requests.extend(message.requests)
 
     def next_part(self) -> Iterator[Request] | None:
         """Requests for a further part; None while the engine reads one, or there are none."""
-        if self._reading or not self._requests:
+        if self._reading or not self.requests:
             return None
         self._reading = True
         self.parts.append(f"{self.job_id}/{len(self.parts)}")
@@ -45,9 +41,9 @@ class JobFeed:
 
     def _read(self) -> Iterator[Request]:
         try:
-            while self._requests:
+            while self.requests:
                 self.pulled += 1
-                yield self._requests.popleft()
+                yield self.requests.popleft()
         finally:  # also where the engine gives a part up: the rest is for the next one
             self._reading = False
 
@@ -65,7 +61,7 @@ class JobFeeds:
         feed = self._feeds.setdefault(message.job_id, JobFeed(message.job_id, message.first))
         for request in message.requests:
             self._job_of[request.request_id] = message.job_id
-        feed.extend(message)
+        feed.requests.extend(message.requests)
 
     def remove(self, job_id: str) -> None:
         """Forget a job, and end its requests in the engine."""
@@ -87,12 +83,12 @@ class JobFeeds:
                     feed.parts[-1], part, first=feed.first, groups=feed.groups
                 )
 
-    def outputs(self, outputs: Iterable[RequestOutput]) -> list[JobOutput]:
+    def outputs(self, outputs: Iterable[RequestOutput]) -> list[tuple[str, RequestOutput]]:
         """Those of jobs among finished requests, which are forgotten."""
         if not self._job_of:
             return []
         return [
-            JobOutput(self._job_of.pop(output.request_id), output)
+            (self._job_of.pop(output.request_id), output)
             for output in outputs
             if output.request_id in self._job_of
         ]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onestem.options import EngineOptions
-from onestem.pml import EncodedSegment
 from onestem.request import (
     CompletionOutput,
     Request,
@@ -28,17 +27,13 @@ __all__ = [
     "Delta",
     "Facts",
     "Failed",
-    "JobOutput",
     "JobRequests",
-    "Pin",
-    "Prefetch",
     "Ready",
     "RemoveJob",
     "Report",
     "Stop",
     "Tokens",
     "Unask",
-    "Unpin",
 ]
 
 
@@ -77,32 +72,8 @@ class RemoveJob:
 
 
 @dataclass(frozen=True)
-class Pin:
-    """A prefix to be computed and kept (see `Requests.pin_prefix`)."""
-
-    name: str
-    token_ids: Sequence[int]
-    cache_salt: str
-
-
-@dataclass(frozen=True)
-class Unpin:
-    """A prefix to be kept no longer."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """Modules that the next prompts in PML may want, to be read from the disk if they are there."""
-
-    segments: Sequence[EncodedSegment]
-    cache_salt: str
-
-
-@dataclass(frozen=True)
 class Ask:
-    """A question that gets one `Answered`: `what` is validate, or one that `Worker` answers. `key`
+    """A question that gets one `Answered`: `what` is validate, or one that `Orders` answers. `key`
     and `weight` are of the request to validate: see `GrammarCompiler.prepare`."""
 
     token: int
@@ -197,14 +168,6 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class JobOutput:
-    """A finished request of a job."""
-
-    job_id: str
-    output: RequestOutput
-
-
-@dataclass(frozen=True)
 class Begun:
     """Requests that are in the step that is computed next, unless memory is short."""
 
@@ -221,7 +184,7 @@ class Report:
         aborted: request id -> its end, without pieces: what it cost and reused; None: it was not
             begun, or has ended by itself.
         num_running: sequences in the engine.
-        jobs: finished requests of jobs.
+        jobs: finished requests, each with its job.
         pulled: job -> requests that the engine has taken so far.
         stats: the engine's counts, now and then.
         job_step_seconds: the longest step without an interactive request, since the last `stats`.
@@ -234,7 +197,7 @@ class Report:
     refused: dict[str, str] = field(default_factory=dict)
     aborted: dict[str, Delta | None] = field(default_factory=dict)
     num_running: int = 0
-    jobs: list[JobOutput] = field(default_factory=list)
+    jobs: list[tuple[str, RequestOutput]] = field(default_factory=list)
     pulled: dict[str, int] = field(default_factory=dict)
     stats: Mapping[str, float] | None = None
     job_step_seconds: float = 0.0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from onestem.request import Request
-from onestem.server.link.listeners import JobSink
-from onestem.server.link.messages import JobOutput, JobRequests, RemoveJob
+from onestem.request import Request, RequestOutput
+from onestem.server.link.messages import JobRequests, RemoveJob
 from onestem.server.link.supervisor import Supervisor
 
-__all__ = ["OpenJobs"]
+__all__ = ["JobNews", "OpenJobs"]
+
+# A request of the job has ended; or so many of its requests the engine has taken so far; or, None,
+# the engine is gone, and with it the job.
+JobNews = RequestOutput | int | None
 
 
 class OpenJobs:
-    """The sinks of jobs, by name.
+    """What to call with news of each job.
 
     Args:
         supervisor: of the engine that they are sent to.
@@ -21,16 +24,16 @@ class OpenJobs:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._sinks: dict[str, JobSink] = {}
+        self._hears: dict[str, Callable[[JobNews], object]] = {}
 
     def __len__(self) -> int:
-        return len(self._sinks)
+        return len(self._hears)
 
-    def open(self, job_id: str, sink: JobSink) -> None:
-        """Have `sink` hear of a job, until it is closed or the engine has died; raises a 503
-        where there is no engine."""
+    def open(self, job_id: str, hear: Callable[[JobNews], object]) -> None:
+        """Have `hear` called with news of a job, until it is closed or the engine has died; raises
+        a 503 where there is no engine."""
         self._supervisor.check_up()
-        self._sinks[job_id] = sink
+        self._hears[job_id] = hear
 
     def send(self, job_id: str, requests: Sequence[Request], *, first: bool = False) -> None:
         """Send a job's next requests; more may follow. `first`: they go before other jobs'."""
@@ -38,20 +41,17 @@ class OpenJobs:
 
     def close(self, job_id: str) -> None:
         """End a job, with those of its requests that have not ended."""
-        if self._sinks.pop(job_id, None) is not None:
+        if self._hears.pop(job_id, None) is not None:
             self._supervisor.send(RemoveJob(job_id))
 
-    def take(self, outputs: Iterable[JobOutput], pulled: Mapping[str, int]) -> None:
-        """Hand on what a report has of jobs."""
-        for output in outputs:
-            if output.job_id in self._sinks:
-                self._sinks[output.job_id].on_output(output.output)
-        for job_id, count in pulled.items():
-            if job_id in self._sinks:
-                self._sinks[job_id].on_pulled(count)
+    def take(self, news: Iterable[tuple[str, JobNews]]) -> None:
+        """Hand on news of jobs; of those that are not open they are ignored."""
+        for job_id, one in news:
+            if job_id in self._hears:
+                self._hears[job_id](one)
 
     def end(self) -> None:
         """The engine is gone, and all jobs with it."""
-        for sink in list(self._sinks.values()):
-            sink.on_down()
-        self._sinks.clear()
+        for hear in list(self._hears.values()):
+            hear(None)
+        self._hears.clear()

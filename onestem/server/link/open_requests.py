@@ -6,26 +6,55 @@ next engine gets them too.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from onestem.errors import RequestError
 from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError, as_api_error
 from onestem.server.link.chunk_size import ChunkSize
-from onestem.server.link.listeners import Listener, OnEnd, nobody
 from onestem.server.link.messages import Abort, Add, Begun, Delta, Tokens
-from onestem.server.link.pending_aborts import PendingAborts
 from onestem.server.link.recent_window import RecentWindow
 from onestem.server.link.supervisor import Supervisor
 from onestem.server.logs import log
 
-__all__ = ["OpenRequests"]
+__all__ = ["Listener", "OpenRequest", "OpenRequests"]
+
+# Called once with a request's end (its pieces are not news); None where it is unknown.
+OnEnd = Callable[[Delta | None], object]
+
+
+def _nobody(last: Delta | None) -> None:
+    """Ignore a request's end."""
+
+
+class Listener(Protocol):
+    """Receives a request's news, until it has ended."""
+
+    def on_token(self, index: int, token_id: int, text: str, weights_version: int) -> None:
+        """A token of the sequence `index`, with what it adds to the text."""
+        ...
+
+    def on_delta(self, delta: Delta) -> None:
+        """Any other news; the last one is `finished`."""
+        ...
+
+    def on_restart(self) -> None:
+        """The engine died: the request's news will come again, from their beginning."""
+        ...
+
+    def on_error(self, error: ApiError) -> None:
+        """The request has failed. It is still open: whoever hears this aborts it."""
+        ...
 
 
 @dataclass
-class _Entry:
+class OpenRequest:
+    """A request, whose it is and who hears of it; see `Engine.add_request`."""
+
     request: Request
     key: str
     weight: float
@@ -33,10 +62,6 @@ class _Entry:
     number: int | None = None  # among those that were sent to this engine
     begun: bool = False  # by this engine
     was_lost: bool = False  # an engine died that had begun it
-
-    @property
-    def sent(self) -> bool:
-        return self.number is not None
 
     def tell_error(self, error: ApiError) -> None:
         """Tell the listener; one that fails keeps nobody else from hearing."""
@@ -62,11 +87,11 @@ class OpenRequests:
         self.queue_limit = queue_limit
         self.chunk_size = ChunkSize(stream_interval)
         self._supervisor = supervisor
-        self._entries: dict[str, _Entry] = {}
-        self._by_number: dict[int, _Entry] = {}  # of those that were sent
+        self._entries: dict[str, OpenRequest] = {}
+        self._by_number: dict[int, OpenRequest] = {}  # of those that were sent
         self._num_sent = 0  # to this engine
         self._waiting: Counter[str] = Counter()  # by key: those that the engine has not begun
-        self._pending_aborts = PendingAborts()
+        self._aborted: dict[str, OnEnd] = {}  # those that the engine has not ended yet
         self._finished = RecentWindow(30.0, most=256)
 
     def __len__(self) -> int:
@@ -88,28 +113,38 @@ class OpenRequests:
 
     def submit(self, request: Request, key: str, weight: float, listener: Listener) -> None:
         """Queue a request; `listener` gets its news."""
-        entry = _Entry(request, key, weight, listener)
+        entry = OpenRequest(request, key, weight, listener)
         self._entries[request.request_id] = entry
         self._waiting[key] += 1
         if self._supervisor.state == "running":
             self._hand_over(entry)
 
-    def abort(self, request_id: str, on_end: OnEnd = nobody) -> None:
+    def abort(self, request_id: str, on_end: OnEnd = _nobody) -> None:
         """End a request, wherever it is; its listener gets no more news.
 
         Args:
             on_end: called once with the request's end; None where it is unknown.
         """
         entry = self._forget(request_id)
-        if entry is not None and entry.sent and self._supervisor.is_connected:
-            self._pending_aborts.add(request_id, on_end)
+        if entry is not None and entry.number is not None and self._supervisor.is_connected:
+            self._aborted[request_id] = on_end
             self._supervisor.send(Abort(request_id))
-            return
-        on_end(None)
+        else:
+            on_end(None)
 
     async def gone(self, request_id: str) -> None:
-        """Wait until the engine has released an aborted request."""
-        await self._pending_aborts.gone(request_id)
+        """Wait until the engine is done with a request, if it was aborted: its id is free then."""
+        on_end = self._aborted.get(request_id)
+        if on_end is None:
+            return
+        gone = asyncio.Event()
+
+        def end(last: Delta | None) -> None:
+            gone.set()
+            on_end(last)
+
+        self._aborted[request_id] = end
+        await gone.wait()
 
     def by_key(self) -> Mapping[str, tuple[int, int]]:
         """Key -> (requests that wait, requests that the engine has begun)."""
@@ -129,7 +164,7 @@ class OpenRequests:
     @property
     def num_aborted(self) -> int:
         """Aborted requests that the engine has not ended yet."""
-        return len(self._pending_aborts)
+        return len(self._aborted)
 
     def fail_all(self, error: ApiError) -> None:
         """Tell all listeners of an error; they end their requests (`abort`)."""
@@ -154,7 +189,8 @@ class OpenRequests:
 
     def forget_aborted(self) -> None:
         """No engine will say any more what aborted requests have cost."""
-        self._pending_aborts.give_up()
+        for request_id in list(self._aborted):
+            self.take_aborted(request_id, None)
 
     def take_begun(self, begun: Begun) -> None:
         """The engine computes these from now on."""
@@ -180,7 +216,7 @@ class OpenRequests:
         entry = self._entries.get(delta.request_id)
         if entry is None:
             if delta.finished:  # it ended while its abort was under way
-                self._pending_aborts.take(delta.request_id, delta)
+                self.take_aborted(delta.request_id, delta)
             return
         if delta.finished:
             self._forget(delta.request_id)
@@ -191,17 +227,19 @@ class OpenRequests:
             self._failed_to_hear(entry, error)
 
     def take_aborted(self, request_id: str, last: Delta | None) -> None:
-        """The engine is done with an aborted request."""
-        self._pending_aborts.take(request_id, last)
+        """The engine is done with a request, whether it was aborted or ended by itself."""
+        try:
+            self._aborted.pop(request_id, _nobody)(last)
+        except Exception as error:  # of one request: the news of others follow
+            log.exception("news_failed", error, id=request_id)
 
-    def refuse(self, request_id: str, why: str) -> bool:
-        """The engine refuses a request; returns whether it is one of these."""
+    def refuse(self, request_id: str, why: str) -> None:
+        """The engine refuses a request."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._fail(entry, as_api_error(RequestError(why)))
-        return entry is not None
 
-    def _hand_over(self, entry: _Entry) -> None:
+    def _hand_over(self, entry: OpenRequest) -> None:
         try:
             self._supervisor.send(Add(entry.request, self._num_sent, entry.key, entry.weight))
         except Exception as error:  # it cannot be pickled: no other request is affected
@@ -212,11 +250,11 @@ class OpenRequests:
         self._by_number[entry.number] = entry
         self._num_sent += 1
 
-    def _fail(self, entry: _Entry, error: ApiError) -> None:
+    def _fail(self, entry: OpenRequest, error: ApiError) -> None:
         self._forget(entry.request.request_id)
         entry.tell_error(error)
 
-    def _failed_to_hear(self, entry: _Entry, error: Exception) -> None:
+    def _failed_to_hear(self, entry: OpenRequest, error: Exception) -> None:
         """A request whose listener fails ends, and no other."""
         name = entry.request.request_id
         log.exception("news_failed", error, id=name)
@@ -224,7 +262,7 @@ class OpenRequests:
             self.abort(name)
         entry.tell_error(ApiError(500, f"{type(error).__name__}: {error}"))
 
-    def _forget(self, request_id: str) -> _Entry | None:
+    def _forget(self, request_id: str) -> OpenRequest | None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._waiting[entry.key] -= not entry.begun
@@ -232,7 +270,7 @@ class OpenRequests:
                 self._by_number.pop(entry.number, None)
         return entry
 
-    def _take_back(self, entry: _Entry) -> None:
+    def _take_back(self, entry: OpenRequest) -> None:
         """Queue a request again that a dead engine had begun; the second time it fails."""
         if entry.was_lost:
             self._fail(entry, EngineDownError("the engine died twice while it answered this"))

@@ -24,24 +24,15 @@ class Orders:
 
     Args:
         job_of: of a request's id; None: it is no job's.
-        admit_all: hands over requests that wait for others.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        job_of: Callable[[str], str | None],
-        admit_all: Callable[[], object],
-    ) -> None:
+    def __init__(self, engine: Engine, job_of: Callable[[str], str | None]) -> None:
         self._engine = engine
         self._job_of = job_of
-        self._admit_all = admit_all
+        self._refused: dict[str, str] = {}  # prefix -> why
 
     def answer(self, ask: Ask) -> Answered:
         """The answer to a question, or what came of an order: an error, if it failed."""
-        questions = {"snapshot": self._snapshot, "check": self._check, "prefixes": self._prefixes}
-        if ask.what in questions:
-            return Answered(ask.token, questions[ask.what]())
         try:
             return Answered(ask.token, self._orders()[ask.what](ask.value))
         except OnestemError as error:
@@ -51,26 +42,28 @@ class Orders:
             return Answered(ask.token, error=f"{type(error).__name__}: {error}", fault=False)
 
     def _orders(self) -> dict[str, Callable[[Any], Any]]:
-        """What to call for each order, with its value."""
+        """What to call for each order or question, with its value."""
         engine = self._engine
         return {
             "pause": lambda _: self._pause(True),
             "resume": lambda _: self._pause(False),
-            "sleep": self._sleep,
+            "sleep": engine.weights.sleep,
             "wake_up": self._wake_up,
             "drop_weights": lambda _: engine.weights.drop(),
             "reset_prefix_cache": lambda running: engine.reset_prefix_cache(
                 reset_running_requests=running
             ),
             "update_weights": self._update_weights,
+            "pin": lambda prefix: self._pin(*prefix),
+            "unpin": self._unpin,
+            "snapshot": lambda _: self._snapshot(),
+            "prefixes": lambda _: self._prefixes(),
+            "check": lambda _: self._check(),
+            "prefetch": lambda modules: engine.requests.prefetch_modules(*modules),
         }
 
     def _pause(self, paused: bool) -> None:
         self._engine.is_paused = paused
-
-    def _sleep(self, level: int) -> None:
-        self._admit_all()  # they came before: the engine refuses them later
-        self._engine.weights.sleep(level)
 
     def _wake_up(self, tags: Collection[str] | None) -> bool:
         """Wake up; returns whether all is awake."""
@@ -83,15 +76,28 @@ class Orders:
         file, version = value
         return self._engine.weights.update(load_file(file).items(), version)
 
+    def _pin(self, name: str, token_ids: list[int], cache_salt: str) -> None:
+        try:
+            self._engine.requests.pin_prefix(name, token_ids, cache_salt=cache_salt)
+        except OnestemError as error:
+            self._refused[name] = str(error)
+
+    def _prefixes(self) -> list[dict[str, Any]]:
+        """The pinned prefixes, and {name, refused: why} for those that could not be."""
+        pinned = [asdict(prefix) for prefix in self._engine.requests.prefixes()]
+        return pinned + [{"name": name, "refused": why} for name, why in self._refused.items()]
+
+    def _unpin(self, name: str) -> None:
+        self._refused.pop(name, None)
+        if name in self._engine.requests.pins:
+            self._engine.requests.unpin_prefix(name)
+
     def _snapshot(self) -> dict[str, Any]:
         """The engine's snapshot, with jobs' holdings under the jobs' names."""
         snapshot = snapshot_of(self._engine)
         for holder in snapshot["holders"]:
             holder["name"] = self._job_of(holder["name"]) or holder["name"]
         return snapshot
-
-    def _prefixes(self) -> list[dict[str, Any]]:
-        return [asdict(prefix) for prefix in self._engine.requests.prefixes()]
 
     def _check(self) -> dict[str, Any]:
         """Whether KV memory balances; page counts."""

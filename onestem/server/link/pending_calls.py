@@ -41,17 +41,15 @@ class PendingCalls:
             RequestError: the engine refuses; ApiError: it failed to find out, or is gone.
         """
         token = next(self._tokens)
+        self._send(Ask(token, what, value, key, weight))
         future = self._open[token] = asyncio.get_running_loop().create_future()
-        sent = False
         try:
-            self._send(Ask(token, what, value, key, weight))
-            sent = True
             answer = await asyncio.wait_for(future, seconds)
         except TimeoutError:
             raise NoAnswerError(seconds or 0.0) from None
         finally:
             self._open.pop(token, None)
-            if sent and what == "validate" and future.cancelled():
+            if what == "validate" and future.cancelled():
                 self._send(Unask(token))
         if answer.error is None:
             return answer.value
@@ -62,7 +60,7 @@ class PendingCalls:
         raise ApiError(500, answer.error, code="engine_error")
 
     def take(self, answer: Answered) -> None:
-        """An answer has come."""
+        """Hand an answer to its asker; ignored where nobody waits any more."""
         future = self._open.get(answer.token)
         # Also one that is an error: a future with an exception stays until the collector comes,
         # with all that its frames have.
@@ -70,7 +68,7 @@ class PendingCalls:
             future.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
-        """The engine is gone."""
+        """Have `ask` raise an error wherever it waits: the engine is gone."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from onestem.options import EngineOptions
 from onestem.processes import python_module
@@ -76,16 +77,11 @@ class EngineProcess:
         )
 
 
+@dataclass
 class _ProcessLink:
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.process = process
-        self.reader = reader
-        self.writer = writer
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     def kill(self) -> None:
         self.process.kill()

@@ -163,16 +163,17 @@ class Supervisor:
                 self._started.set_exception(ConfigError(reason))
                 return
             pause = 0.0 if time.monotonic() - began > 60 else min(2 * pause + 0.5, LONGEST_PAUSE)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            if await self._stops_within(pause):
                 return
             self.restarts += 1
 
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
+
     async def _watch(self) -> None:
-        while not self._stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self.watchdog.interval)
-                return
+        while not await self._stops_within(self.watchdog.interval):
             if self.watchdog.tick() and self.state == "running" and self._link is not None:
                 reason = f"the engine had work and was silent for {self.watchdog.limit:g} s"
                 self._set_state("stuck", reason)
@@ -197,15 +198,13 @@ class Supervisor:
                 else:
                     self._hear(message)
         except EOFError:
-            self._link = None
             reason = self.error if self.state == "stuck" else reason
-            ended = await link.end()
         except Exception as error:  # nobody would listen to this engine any more
             log.exception("engine_unheard", error)
-            self._link = None
-            link.kill()
-            ended = await link.end()
             reason = f"what the engine said was not understood: {type(error).__name__}: {error}"
+            link.kill()
+        self._link = None
+        ended = await link.end()
         return reason or f"the engine process ended ({ended})"
 
     def _hear(self, message: Any) -> None:

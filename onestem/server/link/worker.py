@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, singledispatchmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onestem.engine.sequence import RequestState
@@ -39,14 +39,11 @@ from onestem.server.link.messages import (
     Facts,
     Failed,
     JobRequests,
-    Pin,
-    Prefetch,
     Ready,
     RemoveJob,
     Report,
     Stop,
     Unask,
-    Unpin,
 )
 from onestem.server.link.orders import Orders
 from onestem.server.link.reports import Deltas, last_delta
@@ -54,7 +51,7 @@ from onestem.server.link.reports import Deltas, last_delta
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["Worker", "facts_of", "load", "load_with_ranks", "main"]
+__all__ = ["Worker", "load", "load_with_ranks", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +73,7 @@ def load(options: EngineOptions) -> Engine:
         options = options.replace(max_step_ms=GPU_STEP_MS if on_gpu else CPU_STEP_MS)
     engine = build_engine(options)
     answers = engine.scheduler.answers
-    if answers.limit.most is not None:
-        answers.most_of_jobs = answers.limit.most // JOBS_SHARE
+    answers.most_of_jobs = answers.limit.most // JOBS_SHARE
     return engine
 
 
@@ -86,16 +82,6 @@ def load_with_ranks(options: EngineOptions) -> Engine:
     engine = load(options)
     engine.launcher.sampler.tell_ranks()
     return engine
-
-
-def facts_of(engine: Engine) -> Facts:
-    """What the server must know of an engine that has started."""
-    return Facts(
-        options=engine.options,
-        vocab_size=engine.weights.decoder.config.vocab_size,
-        kv_tokens=engine.cache.pool.num_tokens,
-        kv_bytes_per_token=engine.weights.decoder.kv_bytes_per_token,
-    )
 
 
 class Worker:
@@ -110,15 +96,15 @@ class Worker:
     def __init__(self, engine: Engine, channel: Channel, leave: Callable[[], object]) -> None:
         self._engine = engine
         self._engine.requests.on_begin = lambda request_ids: channel.send(Begun(request_ids))
-        self._facts = facts_of(engine)
         self._channel = channel
         self._leave = leave
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._checks = Checks(engine, self._commands.put)
-        self._admission_window: AdmissionWindow[Add] = AdmissionWindow()
+        line = engine.requests.queue.interactive
+        line.gate = self._admission_window = AdmissionWindow(line.gate)
         self._deltas = Deltas()
         self._job_feeds = JobFeeds(engine)
-        self._orders = Orders(engine, self._job_feeds.job_of, self._admit_all)
+        self._orders = Orders(engine, self._job_feeds.job_of)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
         self._aborted: dict[str, Delta | None] = {}
@@ -132,7 +118,14 @@ class Worker:
     def run(self) -> None:
         """Run until a `Stop` comes, or the server is gone."""
         threading.Thread(target=self.receive, name="receive", daemon=True).start()
-        self._channel.send(Ready(self._facts, os.getpid()))
+        decoder = self._engine.weights.decoder
+        facts = Facts(
+            options=self._engine.options,
+            vocab_size=decoder.config.vocab_size,
+            kv_tokens=self._engine.cache.pool.num_tokens,
+            kv_bytes_per_token=decoder.kv_bytes_per_token,
+        )
+        self._channel.send(Ready(facts, os.getpid()))
         try:
             while self._running:
                 self.turn()
@@ -174,29 +167,19 @@ class Worker:
         for_jobs = not len(self._deltas)
         if not for_jobs:
             self._interactive_at = began
-        self._bound_step(short=for_jobs and began - self._interactive_at < RECENT_SECONDS)
+        if self._step_seconds is not None:
+            short = for_jobs and began - self._interactive_at < RECENT_SECONDS
+            self._engine.limits.step_seconds = self._step_seconds * (SHORT_STEP if short else 1)
         news = self._engine.step_news()
         if for_jobs:
             took = time.monotonic() - began
             self._job_step_seconds = max(self._job_step_seconds, took)
         return news
 
-    def _bound_step(self, *, short: bool) -> None:
-        if self._step_seconds is not None:
-            bound = self._step_seconds * SHORT_STEP if short else self._step_seconds
-            self._engine.limits.step_seconds = bound
-
     def _take_commands(self, *, wait: bool) -> bool:
         """Take what has come; sleep for it if there is nothing else to do."""
-        took = self._take_queued(wait=wait and not self._admission_window)
-        # An idle engine lets all in: no running request would be delayed.
-        num_streams = max(0, len(self._deltas) - self._engine.num_waiting)
-        for message in self._admission_window.take(0 if wait else num_streams):
-            self._admit(message)
-        return took
-
-    def _take_queued(self, *, wait: bool) -> bool:
         took = False
+        self._admission_window.close()
         while self._running:
             try:
                 message = self._commands.get(block=wait and not took)
@@ -205,6 +188,10 @@ class Worker:
             took = True
             self._num_taken += not isinstance(message, Answered)
             self.take(message)
+        num_held = self._engine.requests.queue.interactive.num_held
+        if num_held:  # an idle engine lets all in: no running request would be delayed
+            num_streams = 0 if wait else max(0, len(self._deltas) - self._engine.num_waiting)
+            self._admission_window.look(num_streams, num_held)
         return took
 
     def _report(self, outputs: list[RequestOutput], going_on: list[RequestState]) -> None:
@@ -236,79 +223,41 @@ class Worker:
             self._channel.send(answer)
         self._answers = []
 
-    @singledispatchmethod
     def take(self, message: Any) -> None:
         """Do what a message asks for; what came of it goes into the next report."""
-        raise TypeError(f"an unknown message: {message!r}")
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(name):
+                output = self._engine.abort(name)
+                self._aborted[name] = last_delta(output, []) if output is not None else None
+                self._deltas.forget(name)
+            case JobRequests():
+                self._job_feeds.extend(message)
+            case RemoveJob(job_id):
+                self._job_feeds.remove(job_id)
+            case Ask():
+                self._answers.append(self._orders.answer(message))
+            case Answered():
+                self._answers.append(message)
+            case Stop():
+                self._running = False
+            case _:
+                raise TypeError(f"an unknown message: {message!r}")
 
-    @take.register
     def _add(self, message: Add) -> None:
-        self._admission_window.add(message.request.request_id, message)
-
-    def _admit_all(self) -> None:
-        for message in self._admission_window.take(0):
-            self._admit(message)
-
-    def _admit(self, message: Add) -> None:
         name = message.request.request_id
         self._deltas.begin(name, message.number)
         try:
             self._engine.add_request(message.request, key=message.key, weight=message.weight)
+            return
         except OnestemError as error:
-            self._deltas.forget(name)
-            self._refused[name] = str(error)
+            why = str(error)
         except Exception as error:  # else the next engine would get it, and end alike
             log.error("a request cannot be taken: %s", name, exc_info=error)
-            self._deltas.forget(name)
-            self._refused[name] = f"the request cannot be taken: {type(error).__name__}: {error}"
-
-    @take.register
-    def _abort(self, message: Abort) -> None:
-        name = message.request_id
-        if self._admission_window.remove(name):
-            self._aborted[name] = None
-            return
-        output = self._engine.abort(name)
-        self._aborted[name] = last_delta(output, []) if output is not None else None
+            why = f"the request cannot be taken: {type(error).__name__}: {error}"
         self._deltas.forget(name)
-
-    @take.register
-    def _job_requests(self, message: JobRequests) -> None:
-        self._job_feeds.extend(message)
-
-    @take.register
-    def _remove_job(self, message: RemoveJob) -> None:
-        self._job_feeds.remove(message.job_id)
-
-    @take.register
-    def _pin(self, message: Pin) -> None:
-        try:
-            self._engine.requests.pin_prefix(
-                message.name, list(message.token_ids), cache_salt=message.cache_salt
-            )
-        except OnestemError as error:
-            self._refused[message.name] = str(error)
-
-    @take.register
-    def _unpin(self, message: Unpin) -> None:
-        if message.name in self._engine.requests.pins:
-            self._engine.requests.unpin_prefix(message.name)
-
-    @take.register
-    def _prefetch(self, message: Prefetch) -> None:
-        self._engine.requests.prefetch_modules(message.segments, message.cache_salt)
-
-    @take.register
-    def _ask(self, message: Ask) -> None:
-        self._answers.append(self._orders.answer(message))
-
-    @take.register
-    def _answered(self, message: Answered) -> None:
-        self._answers.append(message)
-
-    @take.register
-    def _stop(self, message: Stop) -> None:
-        self._running = False
+        self._refused[name] = why
 
 
 def _told(channel: Channel, line: str, *, fault: bool = False) -> bool:

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from onestem.batch import Progress
 from onestem.checked import check, without_nulls
 from onestem.openai.schema import BatchBody
-from onestem.server.objects.store import Row
+from onestem.server.objects.store import Row, now
 
-__all__ = ["counts_of", "error_list", "new_batch", "now"]
-
-
-def counts_of(progress: Progress) -> dict[str, int]:
-    """`request_counts` of a job that is so far."""
-    return {
-        "total": progress.total,
-        "completed": progress.done - progress.failed,
-        "failed": progress.failed,
-    }
-
-
-def error_list(code: str, message: str) -> Row:
-    """`errors` of a batch that failed as a whole."""
-    entry = {"code": code, "message": message, "param": None, "line": None}
-    return {"object": "list", "data": [entry]}
-
-
-def now() -> int:
-    """Unix seconds, as records have them."""
-    return int(time.time())
+__all__ = ["new_batch"]
 
 
 TIMES = (

@@ -6,14 +6,11 @@ import asyncio
 import secrets
 from itertools import islice
 
-from onestem.pml import (
-    CompiledPrompt,
-    Encoding,
-    encoding_prompts,
-)
+from onestem.pml import CompiledPrompt, Encoding
 from onestem.request import ONE_TOKEN, Request, RequestOutput
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
+from onestem.server.link.open_jobs import JobNews
 
 __all__ = ["compute_modules"]
 
@@ -33,10 +30,10 @@ async def compute_modules(
         EngineDownError: the engine is not there, or died; ApiError: it failed.
     """
     job = f"encode-{encoding.layout.schema.name}-{secrets.token_hex(8)}"
-    sink = _Sink()
-    client.jobs.open(job, sink)
+    news: asyncio.Queue[JobNews] = asyncio.Queue()
+    client.jobs.open(job, news.put_nowait)
     try:
-        prompts = enumerate(encoding_prompts(encoding))
+        prompts = enumerate(encoding.prompts())
         while part := [
             _request(f"{job}/{number}", compiled, cache_salt, common)
             for number, compiled in islice(prompts, WINDOW)
@@ -45,7 +42,9 @@ async def compute_modules(
                 await client.ask("validate", request)
             client.jobs.send(job, part, first=True)  # a client or the start waits for it
             for _ in part:
-                _check(await sink.next())
+                completion = (await _next(news)).outputs[0]
+                if completion.finish_reason == "error":
+                    raise ApiError(500, str(completion.stop_reason), code="engine_error")
     finally:
         client.jobs.close(job)
 
@@ -62,29 +61,11 @@ def _request(name: str, compiled: CompiledPrompt, cache_salt: str, common: bool)
     )
 
 
-def _check(output: RequestOutput) -> None:
-    completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        raise ApiError(500, str(completion.stop_reason), code="engine_error")
-
-
-class _Sink:
-    """The outputs of a job, as they come; None: the engine is gone."""
-
-    def __init__(self) -> None:
-        self._outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-
-    def on_output(self, output: RequestOutput) -> None:
-        self._outputs.put_nowait(output)
-
-    def on_pulled(self, count: int) -> None:
-        """Ignored: each part is awaited whole."""
-
-    def on_down(self) -> None:
-        self._outputs.put_nowait(None)
-
-    async def next(self) -> RequestOutput:
-        output = await self._outputs.get()
-        if output is None:
-            raise EngineDownError("the engine died while it computed the modules: try again")
-        return output
+async def _next(news: asyncio.Queue[JobNews]) -> RequestOutput:
+    """The next output of a job. How many requests were taken is no matter: a part is awaited
+    whole."""
+    while isinstance(one := await news.get(), int):
+        pass
+    if one is None:
+        raise EngineDownError("the engine died while it computed the modules: try again")
+    return one

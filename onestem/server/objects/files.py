@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import secrets
-import time
 from typing import Any, BinaryIO
 
 from onestem.checked import show
 from onestem.server.errors import ApiError
-from onestem.server.objects.store import Row, Store
+from onestem.server.objects.store import Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
 __all__ = [
@@ -34,7 +33,7 @@ def new_file_row(tenant: str, filename: str, purpose: str) -> Row:
         "filename": filename,
         "purpose": purpose,
         "bytes": 0,
-        "created_at": int(time.time()),
+        "created_at": now(),
     }
 
 
@@ -97,11 +96,11 @@ def _save(source: BinaryIO, store: Store, file_id: str) -> int:
     return size
 
 
-async def find_file(store: Store, tenant: Tenant, file_id: str) -> Row:
-    """The row of a key's file; raises a 404 if it has none of that id."""
+async def find_file(store: Store, tenant: Tenant, file_id: str, param: str = "id") -> Row:
+    """The row of a key's file; raises a 404 if it has none of that id, which is in `param`."""
     row = await asyncio.to_thread(store.file, tenant.name, file_id)
     if row is None:
-        raise ApiError(404, f"there is no file {show(file_id)}", param="id", code="not_found")
+        raise ApiError(404, f"there is no file {show(file_id)}", param=param, code="not_found")
     return row
 
 

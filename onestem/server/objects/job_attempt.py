@@ -17,6 +17,7 @@ from onestem.errors import JobError, RequestError, in_one_line
 from onestem.request import Request, RequestOutput
 from onestem.server.errors import ApiError, BusyError, EngineDownError, NoAnswerError
 from onestem.server.link.client import EngineClient
+from onestem.server.link.open_jobs import JobNews
 from onestem.server.logs import log
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.tenants import Tenant
@@ -32,22 +33,6 @@ T = TypeVar("T")
 
 class StoppedError(Exception):
     """The server is stopping, or the job was cancelled."""
-
-
-class _Sink:
-    """Carries a job's outputs from the event loop to its thread."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[RequestOutput | Exception | int] = queue.SimpleQueue()
-
-    def on_output(self, output: RequestOutput) -> None:
-        self.inbox.put(output)
-
-    def on_pulled(self, count: int) -> None:
-        self.inbox.put(count)
-
-    def on_down(self) -> None:
-        self.inbox.put(EngineDiedError("the engine process ended"))
 
 
 class JobAttempt:
@@ -76,14 +61,14 @@ class JobAttempt:
         self._owner = owner
         self._reading = reading
         self._waits: Future[Any] | None = None
-        self._sink = _Sink()
+        self._news: queue.SimpleQueue[JobNews] = queue.SimpleQueue()
         self._stop: Exception | None = None
         self.num_answered = 0
 
     def stop(self, reason: Exception) -> None:
         """End the attempt; its thread raises `reason` soon."""
         self._stop = reason
-        self._sink.inbox.put(reason)
+        self._news.put(None)  # wakes who waits
         waits = self._waits
         if waits is not None:
             waits.cancel()
@@ -123,10 +108,11 @@ class JobAttempt:
         guarded(check)(request)
         if request.params.response_format is None and request.pml is None:
             return
+        whose: Any = {"key": self._owner.name, "weight": self._owner.weight}
         with self._reading.elsewhere():
             for pause in (*PAUSES, None):
                 try:
-                    self._prepare(request)
+                    self._result(self._client.ask("validate", request, PREPARE_SECONDS, **whose))
                     return
                 except (BusyError, NoAnswerError) as error:
                     if pause is None:
@@ -134,25 +120,19 @@ class JobAttempt:
                         raise RequestError(f"{error.message} (tried {tries} times)") from error
                     log.warning("line_waits", job=self._name, error=error.message, seconds=pause)
                     self._result(asyncio.sleep(pause))
-
-    def _prepare(self, request: Request) -> None:
-        owner, most = self._owner, PREPARE_SECONDS
-        asked = self._client.ask("validate", request, most, key=owner.name, weight=owner.weight)
-        try:
-            self._result(asked)
-        except (EngineDownError, BusyError, NoAnswerError):
-            raise
-        except ApiError as error:
-            raise RequestError(error.message) from error
+                except EngineDownError:
+                    raise
+                except ApiError as error:
+                    raise RequestError(error.message) from error
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Hand requests over as there is room for them, yield outputs as they come."""
         source = iter(requests)
         names: dict[str, str] = {}
-        self._sink = _Sink()  # news of an earlier call concern nobody
+        self._news = queue.SimpleQueue()  # news of an earlier call concern nobody
         sent = pulled = 0
         exhausted = False
-        self._on_loop(self._client.jobs.open, self._name, self._sink)
+        self._on_loop(self._client.jobs.open, self._name, self._news.put)
         try:
             while not exhausted or names:
                 if not exhausted and sent - pulled <= WINDOW // 2:
@@ -161,12 +141,10 @@ class JobAttempt:
                     sent += len(more)
                     self._hand_over(more, names)
                     continue
-                news = self._sink.inbox.get()
+                news = self._news.get()
                 self.check()
-                if isinstance(news, EngineDiedError):
-                    raise EngineDiedError(str(news), list(names.values()))
-                if isinstance(news, Exception):
-                    raise news
+                if news is None:
+                    raise EngineDiedError("the engine process ended", list(names.values()))
                 if isinstance(news, int):
                     pulled = news
                 elif news.finished:
@@ -193,19 +171,17 @@ class JobAttempt:
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a job in a thread of its own: it takes none of the loop's pool. Whatever ends it is an
     `Exception` here."""
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # whoever waits may give up, and the job goes on
 
     def run() -> None:
         try:
-            result = call()
+            future.set_result(call())
         except BaseException as error:
-            loop.call_soon_threadsafe(_settle, future, None, _failure(error))
-        else:
-            loop.call_soon_threadsafe(_settle, future, result, None)
+            future.set_exception(_failure(error))
 
     threading.Thread(target=run, name="job", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def _failure(error: BaseException) -> Exception:
@@ -215,12 +191,3 @@ def _failure(error: BaseException) -> Exception:
         return error
     log.exception("job_failed", error)
     return JobError(f"the batch cannot be read or answered: {in_one_line(error)}")
-
-
-def _settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

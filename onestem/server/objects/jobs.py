@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onestem.batch import EngineDiedError, JobInput, JobSummary, Planner, Progress, run_job
+from onestem.batch import EngineDiedError, JobInput, JobSummary, Progress, run_job
 from onestem.batch.format import KIND_OF_URL, LineError, url_of
 from onestem.batch.guard import ENDS
 from onestem.batch.workplace import DiskFullError, is_full
@@ -27,44 +27,34 @@ from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.batch_records import counts_of, error_list, new_batch, now
-from onestem.server.objects.files import check_room
+from onestem.server.objects.batch_records import new_batch
+from onestem.server.objects.files import check_room, find_file
 from onestem.server.objects.job_attempt import JobAttempt, StoppedError, in_thread
 from onestem.server.objects.job_files import count_lines, counts_in, keep_output
-from onestem.server.objects.job_progress import ProgressRelay
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.schemas import Schemas
-from onestem.server.objects.store import OPEN_STATUSES, Row, Store
+from onestem.server.objects.store import OPEN_STATUSES, Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
-__all__ = ["JobModel", "Jobs"]
+__all__ = ["Jobs"]
 
 MOST_DEATHS = 3  # maximum deaths of the engine without an answer of the job in between
+PROGRESS_SECONDS = 1.0
 LONGEST_PAUSE = 30.0  # where the store fails
 SCHEMAS, READING = "schemas.json", "reading.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class JobModel:
-    """What a job's answers depend on of the model, as in `onestem batch`."""
-
-    tokenizer: Any
-    identity: str
-    name: str
-    names: Collection[str]  # that lines may give
-    options: Mapping[str, Any]
-    planner: Planner
-    max_model_len: int
-    max_num_seqs: int | None
 
 
 class Jobs:
     """All batches of a server.
 
     Args:
+        model: makes the arguments of `run_job` that describe the model.
         check: raises `RequestError` for a request that can never be answered.
         tenant: the holder of a name.
         most_bytes: of a key's files in all.
+
+    Attributes:
+        active: the batch that is attempted, and its attempt; None: there is none.
     """
 
     def __init__(
@@ -72,12 +62,12 @@ class Jobs:
         store: Store,
         client: EngineClient,
         schemas: Schemas,
-        model: Callable[[], JobModel],
+        model: Callable[[], dict[str, Any]],
         check: Callable[[Request], object],
         tenant: Callable[[str], Tenant],
         most_bytes: int,
     ) -> None:
-        self._tenant = tenant
+        self.tenant = tenant
         self._most_bytes = most_bytes
         self._store = store
         self._client = client
@@ -86,9 +76,10 @@ class Jobs:
         self._check = check
         self._wake = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
-        self._active: tuple[str, JobAttempt] | None = None
+        self.active: tuple[str, JobAttempt] | None = None
         self._last_owner = ""
         self._stopping = False
+        self._noted_at = 0.0  # when the progress of the job that runs was saved
         self._lock = threading.Lock()
 
     async def create(self, tenant: Tenant, body: Mapping[str, Any]) -> Row:
@@ -98,14 +89,7 @@ class Jobs:
             RequestError: the body is bad; ApiError: there is no such file, or no room.
         """
         record = new_batch(body)
-        file = await asyncio.to_thread(self._store.file, tenant.name, record["input_file_id"])
-        if file is None:
-            raise ApiError(
-                404,
-                f"there is no file {show(record['input_file_id'])}",
-                param="input_file_id",
-                code="not_found",
-            )
+        await find_file(self._store, tenant, record["input_file_id"], "input_file_id")
         await asyncio.to_thread(check_room, self._store, tenant.name, self._most_bytes)
         markups = self._schemas.markups(tenant)
         await asyncio.to_thread(self._keep_new, tenant.name, record, markups)
@@ -134,8 +118,8 @@ class Jobs:
         is none, a 409 if it has ended."""
         await self.find(tenant, batch_id)
         record = await asyncio.to_thread(self._mark_cancelling, tenant.name, batch_id)
-        if self._active is not None and self._active[0] == batch_id:
-            self._active[1].stop(StoppedError("cancelled"))
+        if self.active is not None and self.active[0] == batch_id:
+            self.active[1].stop(StoppedError("cancelled"))
         else:  # its turn may be far away
             await self._cancelled(tenant.name, batch_id)
             record = await self.find(tenant, batch_id)
@@ -175,8 +159,8 @@ class Jobs:
         """Stop the running job; the next start goes on with it."""
         self._stopping = True
         self._wake.set()
-        if self._active is not None:
-            self._active[1].stop(StoppedError("the server is stopping"))
+        if self.active is not None:
+            self.active[1].stop(StoppedError("the server is stopping"))
         if self._working is not None:
             await self._working
 
@@ -196,7 +180,8 @@ class Jobs:
             except BaseException as error:  # a full disk, say: no batch is to blame
                 pause = min(2 * pause + 0.5, LONGEST_PAUSE)
                 log.exception("jobs_wait", error, seconds=pause)
-                await self._woken(pause)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), pause)
 
     async def _turn(self, deaths: dict[str, int]) -> None:
         """Run the next batch, or wait for one."""
@@ -216,11 +201,6 @@ class Jobs:
             log.exception("job_failed", error, job=record["id"])
             await self._failed(owner, record["id"], "internal", in_one_line(error))
 
-    async def _woken(self, seconds: float) -> None:
-        """Wait until there is news, for at most some seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
-
     def _choose(self) -> tuple[str, Row] | None:
         """The oldest open batch of the next key after that of the last batch."""
         oldest: dict[str, Row] = {}
@@ -235,8 +215,8 @@ class Jobs:
         self._last_owner = owner
         reading = Reading(self._place(batch_id).with_name(READING))
         loop = asyncio.get_running_loop()
-        run = JobAttempt(batch_id, self._client, loop, self._tenant(owner), reading)
-        self._active = (batch_id, run)  # a cancel from now on stops the attempt
+        run = JobAttempt(batch_id, self._client, loop, self.tenant(owner), reading)
+        self.active = (batch_id, run)  # a cancel from now on stops the attempt
         try:
             if self._stopping:
                 return
@@ -246,16 +226,15 @@ class Jobs:
             if record["status"] == "cancelling":
                 await self._cancelled(owner, batch_id)
                 return
-            if record["status"] == "finalizing" and not self._place(batch_id).exists():
-                # The server died after it had made the output a file.
-                await self._completed(owner, batch_id, record["request_counts"])
-                return
-            if self._place(batch_id).exists():  # whole: it died before
-                counts = await asyncio.to_thread(counts_in, self._place(batch_id))
+            place, counts = self._place(batch_id), record["request_counts"]
+            if place.exists():  # whole: the server died before it had made the output a file
+                counts = await asyncio.to_thread(counts_in, place)
+            if place.exists() or record["status"] == "finalizing":
                 await self._completed(owner, batch_id, counts)
                 return
             run.check()
             log.info("job_started", job=batch_id, key=owner or None)
+            self._noted_at = 0.0
             if record["status"] == "validating":
                 reading.begin()
             summary = await in_thread(partial(self._run_job, owner, record, run, reading))
@@ -276,7 +255,7 @@ class Jobs:
             await self._failed(owner, batch_id, "job_error", str(error))
         finally:
             reading.end()
-            self._active = None
+            self.active = None
 
     def _place(self, batch_id: str) -> Path:
         return self._store.work / batch_id / "output.jsonl"
@@ -293,30 +272,31 @@ class Jobs:
         model = self._model()
         place = self._place(record["id"])
         markups = json.loads(place.with_name(SCHEMAS).read_text())
-        relay = ProgressRelay(partial(self._note_progress, owner, record["id"]), reading.note)
+        model["options"] |= schema_options(markups)
         return run_job(
             source,
             place,
-            tokenizer=model.tokenizer,
+            **model,
             validate=partial(run.validate, self._check),
             run=run,
-            planner=model.planner,
-            max_model_len=model.max_model_len,
-            max_num_seqs=model.max_num_seqs,
-            model_identity=model.identity,
-            model_name=model.name,
-            model_names=model.names,
-            options={**model.options, **schema_options(markups)},
             compile_pml=self._schemas.compiler(markups),
-            token_bytes=model.tokenizer.token_bytes if model.tokenizer is not None else None,
-            on_progress=relay,
+            on_progress=partial(self._note_progress, owner, record["id"], reading),
             on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
             keep_going=True,
             line_by_line=reading.line_by_line,
         )
 
-    def _note_progress(self, owner: str, batch_id: str, progress: Progress) -> None:
-        """Save how far a batch is; raises `ApiError` where its key's files take too much."""
+    def _note_progress(
+        self, owner: str, batch_id: str, reading: Reading, progress: Progress
+    ) -> None:
+        """Save how far a batch is, once a second and when it writes its output; raises `ApiError`
+        where its key's files take too much."""
+        reading.note(progress)
+        at = time.monotonic()
+        is_soon = progress.stage == "run" and at - self._noted_at < PROGRESS_SECONDS
+        if progress.stage == "read" or is_soon:
+            return
+        self._noted_at = at
         if progress.stage == "run":
             answers = self._partial(batch_id)
             size = answers.stat().st_size if answers.exists() else 0
@@ -325,7 +305,12 @@ class Jobs:
             record = self._store.batch(owner, batch_id)
             if record is None or record["status"] not in ("validating", "in_progress"):
                 return
-            changes: dict[str, Any] = {"request_counts": counts_of(progress)}
+            counts = {
+                "total": progress.total,
+                "completed": progress.done - progress.failed,
+                "failed": progress.failed,
+            }
+            changes: dict[str, Any] = {"request_counts": counts}
             if record["status"] == "validating":
                 changes |= {"status": "in_progress", "in_progress_at": now()}
             self._save(owner, record, **changes)
@@ -364,7 +349,8 @@ class Jobs:
         log.info("job_cancelled", job=batch_id)
 
     async def _failed(self, owner: str, batch_id: str, code: str, message: str) -> None:
-        errors = error_list(code, message)
+        error = {"code": code, "message": message, "param": None, "line": None}
+        errors = {"object": "list", "data": [error]}
         ended = {"status": "failed", "failed_at": now(), "errors": errors}
         await asyncio.to_thread(self._end_early, owner, batch_id, ended)
         log.warning("job_ended", job=batch_id, status="failed", error=message)

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from onestem.rawtext import RawText
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
-from onestem.server.objects.store import Store
+from onestem.server.objects.store import Store, now
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
 __all__ = ["Prefix", "Prefixes", "check_name", "read_app"]
@@ -51,7 +52,7 @@ class Prefix:
     version: int
     source: Mapping[str, Any]
     forms: Mapping[Kind, list[int]]
-    created_at: int
+    created_at: int = field(default_factory=now)
     ready: bool = False
     refused: str | None = None
     infos: list[Mapping[str, Any]] = field(default_factory=list)
@@ -121,30 +122,16 @@ class Prefixes:
     def load(self, apps: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the operator's prefixes and those that keys have made; `pin_all` pins them."""
         for name, source in apps.items():
-            self._enter(self._made(APP_OWNER, name, 1, source, int(time.time())))
+            self._enter(self._made(owner=APP_OWNER, name=name, version=1, source=source))
         for row in self._store.list_named("prefixes"):
-            self._enter(
-                self._made(
-                    row["owner"], row["name"], row["version"], row["source"], row["created_at"]
-                )
-            )
+            self._enter(self._made(**row))
 
     def _enter(self, prefix: Prefix) -> None:
         self._current[prefix.owner, prefix.name] = prefix
         self._all[id(prefix)] = prefix
 
-    def _made(
-        self, owner: str, name: str, version: int, source: Mapping[str, Any], created_at: int
-    ) -> Prefix:
-        forms = self._forms(source)
-        return Prefix(
-            owner=owner,
-            name=name,
-            version=version,
-            source=source,
-            forms=forms,
-            created_at=created_at,
-        )
+    def _made(self, **row: Any) -> Prefix:
+        return Prefix(**row, forms=self._forms(row["source"]))
 
     def _forms(self, source: Mapping[str, Any]) -> dict[Kind, list[int]]:
         if "token_ids" in source:
@@ -166,10 +153,8 @@ class Prefixes:
             self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
             for text in ("a", "Z")
         )
-        common = 0
-        while common < min(len(first), len(second)) and first[common] == second[common]:
-            common += 1
-        return first[:common]
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        return [token for token, _ in pairs]
 
     async def put(self, tenant: Tenant, name: str, body: Mapping[str, Any]) -> Prefix:
         """Make a prefix, or its next version; returns when it is computed. Until then requests get
@@ -190,9 +175,8 @@ class Prefixes:
             self._all[id(prefix)] = prefix
             try:
                 self._pin(prefix)
-                await self._until_ready([prefix])
-                row = {name: getattr(prefix, name) for name in ROW}
-                await asyncio.to_thread(self._store.save_named, "prefixes", row)
+                await self._until_ready(prefix)
+                await asyncio.to_thread(self._store.save_named, "prefixes", vars(prefix))
             except BaseException:
                 self._drop(prefix)
                 raise
@@ -206,7 +190,7 @@ class Prefixes:
         if self._tokenizer is not None and facts is not None:
             bounded = BoundedTokenizer(self._tokenizer, facts.max_model_len)
             bounded.check_messages(next(iter(source)), messages_of(source))
-        return self._made(owner, name, 0, source, int(time.time()))
+        return self._made(owner=owner, name=name, version=0, source=source)
 
     def _check_size(self, prefix: Prefix) -> None:
         facts = self._client.facts
@@ -224,63 +208,53 @@ class Prefixes:
     def _pin(self, prefix: Prefix) -> None:
         prefix.ready = False
         for kind, ids in prefix.forms.items():
-            self._client.pin(prefix.pin_name(kind), ids, prefix.salt)
+            self._client.tell("pin", (prefix.pin_name(kind), ids, prefix.salt))
 
     def _drop(self, prefix: Prefix) -> None:
         self._all.pop(id(prefix), None)
         for kind in prefix.forms:
-            self._client.unpin(prefix.pin_name(kind))
+            self._client.tell("unpin", prefix.pin_name(kind))
 
     def pin_all(self) -> None:
         """Pin all prefixes in a new engine."""
         for prefix in self._all.values():
             self._pin(prefix)
 
-    def refused(self, pin_name: str, why: str) -> None:
-        """The engine refuses a form of a prefix."""
-        for prefix in self._all.values():
-            if pin_name in map(prefix.pin_name, prefix.forms):
-                # The engine knows it by another name.
-                named = f"prefix {prefix.name!r}"
-                told = why.replace(f"prefix {pin_name!r}", named)
-                prefix.refused = told if told.startswith(named) else f"{named}: {told}"
-
     async def until_ready(self) -> None:
         """Wait until all are computed. A key's that is refused, for less KV memory than it was made
         in, keeps nobody from being served; its prompts compute it themselves."""
-        prefixes = sorted(self._all.values(), key=lambda prefix: not prefix.is_common)
-        for prefix in prefixes:
+        for prefix in sorted(self._all.values(), key=lambda prefix: not prefix.is_common):
             try:
-                await self._until_ready([prefix])
+                await self._until_ready(prefix)
             except RequestError as error:
                 if prefix.is_common:
                     raise
                 log.warning("prefix_refused", key=prefix.owner or None, error=str(error))
 
-    async def _until_ready(self, prefixes: Sequence[Prefix]) -> None:
+    async def _until_ready(self, prefix: Prefix) -> None:
         until = time.monotonic() + READY_SECONDS
-        while not all(prefix.ready for prefix in prefixes):
-            await self.refresh()
-            for prefix in prefixes:
-                if prefix.refused is not None:
-                    raise RequestError(prefix.refused)
+        while not prefix.ready:
+            self.take_infos(await self._client.ask("prefixes"))
+            if prefix.refused is not None:
+                raise RequestError(prefix.refused)
             if time.monotonic() > until:
                 raise ApiError(504, "the prefix was not computed in time: try again later")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def refresh(self) -> None:
-        """Ask the engine for their state."""
-        self.take_infos(await self._client.ask("prefixes"))
-
     def take_infos(self, infos: Iterable[Mapping[str, Any]]) -> None:
-        """Take what the engine tells of its pinned prefixes, one for each form."""
+        """Take what the engine says of its prefixes, one for each form (see `Orders`)."""
         by_name = {info["name"]: info for info in infos}
         for prefix in self._all.values():
             names = [prefix.pin_name(kind) for kind in prefix.forms]
             prefix.infos = [by_name[name] for name in names if name in by_name]
             prefix.ready = len(prefix.infos) == len(names) and all(
-                info["ready"] for info in prefix.infos
+                info.get("ready") for info in prefix.infos
             )
+            for info in prefix.infos:
+                if "refused" in info:  # by another name
+                    named = f"prefix {prefix.name!r}"
+                    why = info["refused"].replace(f"prefix {info['name']!r}", named)
+                    prefix.refused = why if why.startswith(named) else f"{named}: {why}"
 
     def find(self, tenant: Tenant, name: str) -> Prefix:
         """A tenant's own prefix or an operator's of that name."""
@@ -328,9 +302,6 @@ class Prefixes:
             if length > longest:
                 best, longest = prefix, length
         return best
-
-
-ROW = ("owner", "name", "version", "source", "created_at")
 
 
 def check_name(name: str) -> None:

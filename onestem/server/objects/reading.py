@@ -36,6 +36,7 @@ class Reading:
         self._at = 0
         self._before = -1
         self._ends = 0
+        self._is_over = False
 
     @property
     def line_by_line(self) -> bool:
@@ -66,7 +67,7 @@ class Reading:
         if progress.stage == "read":
             self._at = progress.done
             self._note(in_hand=True)
-        else:
+        elif not self._is_over:
             self.end()
 
     @contextlib.contextmanager
@@ -80,6 +81,7 @@ class Reading:
 
     def end(self) -> None:
         """The batch is read, or the attempt was given up in good order."""
+        self._is_over = True
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

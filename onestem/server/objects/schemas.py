@@ -8,9 +8,8 @@ the operator's schemas are shared by all, those of a key's by prompts of the sam
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from onestem.engine.text.bounded import BoundedTokenizer, check_markup
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.openai.schema import SchemaBody
-from onestem.pml import (
-    CompiledPrompt,
-    Library,
-    parse_prompt,
-    read_schema,
-    to_markup,
-)
+from onestem.pml import CompiledPrompt, Library, parse_prompt, read_schema, to_markup
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
 from onestem.server.objects.encoding import compute_modules
-from onestem.server.objects.store import Store
+from onestem.server.objects.store import Store, now
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
 __all__ = ["CompilePml", "Schemas"]
@@ -46,8 +39,8 @@ class _Schema:
     owner: str
     name: str
     version: int
-    markup: str
-    created_at: int
+    source: str  # its markup
+    created_at: int = field(default_factory=now)
     library: Library
 
     @property
@@ -96,25 +89,18 @@ class Schemas:
     def load(self, files: Iterable[Path]) -> None:
         """Load the operator's schemas and those that keys have made."""
         for file in files:
-            made = self._made(APP_OWNER, 1, to_markup(read_schema(file)), int(time.time()))
+            made = self._made(to_markup(read_schema(file)), owner=APP_OWNER, version=1)
             if (APP_OWNER, made.name) in self._current:
                 raise ConfigError(f"--schema {file}: another file has a schema {made.name!r}")
             self._current[made.owner, made.name] = made
         for row in self._store.list_named("schemas"):
-            made = self._made(row["owner"], row["version"], row["source"], row["created_at"])
+            made = self._made(**row)
             self._current[made.owner, made.name] = made
 
-    def _made(self, owner: str, version: int, markup: str, created_at: int) -> _Schema:
-        library = self._library([markup])
-        (name,) = library.layouts
-        return _Schema(
-            owner=owner,
-            name=name,
-            version=version,
-            markup=markup,
-            created_at=created_at,
-            library=library,
-        )
+    def _made(self, source: str, **row: Any) -> _Schema:
+        library = self._library([source])
+        (row["name"],) = library.layouts
+        return _Schema(**row, source=source, library=library)
 
     def _library(self, markups: Sequence[str]) -> Library:
         if self._tokenizer is None:
@@ -142,15 +128,13 @@ class Schemas:
             if before is None:
                 self._check_room(tenant)
             made = replace(made, version=before.version + 1 if before is not None else 1)
-            row = {"owner": made.owner, "name": name, "version": made.version}
-            row |= {"source": made.markup, "created_at": made.created_at}
-            await asyncio.to_thread(self._store.save_named, "schemas", row)
+            await asyncio.to_thread(self._store.save_named, "schemas", vars(made))
             self._current[tenant.name, name] = made
         return made.describe()
 
     def _new(self, owner: str, markup: str) -> _Schema:
         self._check_length(markup)
-        return self._made(owner, 0, markup, int(time.time()))
+        return self._made(markup, owner=owner, version=0)
 
     async def _encode_in_time(self, schema: _Schema, tenant: Tenant) -> None:
         try:
@@ -233,11 +217,11 @@ class Schemas:
         facts = self._client.facts
         if facts is not None and facts.options.module_disk is not None:
             library = self.find(tenant, compiled.schema).library
-            self._client.prefetch(library.alternatives(compiled), module_salt)
+            self._client.tell("prefetch", (library.alternatives(compiled), module_salt))
 
     def markups(self, tenant: Tenant) -> list[str]:
         """The markup of the tenant's schemas, which a new job keeps."""
-        return [schema.markup for schema in self.visible(tenant)]
+        return [schema.source for schema in self.visible(tenant)]
 
     def compiler(self, markups: Sequence[str]) -> CompilePml | None:
         """Compiles prompts of some schemas; None for a model without a tokenizer."""

@@ -11,13 +11,14 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from onestem.errors import ConfigError
 
-__all__ = ["Store"]
+__all__ = ["OPEN_STATUSES", "Row", "Store", "now"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -37,6 +38,12 @@ VERSION = 1
 OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 Row = dict[str, Any]
+Named = Literal["prefixes", "schemas"]  # tables of what has names
+
+
+def now() -> int:
+    """Unix seconds, as rows have them."""
+    return int(time.time())
 
 
 class Store:
@@ -142,7 +149,7 @@ class Store:
         return _batch(rows[0]) if rows else None
 
     def list_batches(self, owner: str) -> list[Row]:
-        """Newest first."""
+        """A key's batches, newest first."""
         rows = self._rows("SELECT * FROM batches WHERE owner = ? ORDER BY number DESC", owner)
         return [_batch(row) for row in rows]
 
@@ -159,29 +166,23 @@ class Store:
         rows = self._rows("SELECT * FROM batches ORDER BY number DESC LIMIT ?", count)
         return [(row["owner"], _batch(row)) for row in rows]
 
-    def save_named(self, table: str, row: Mapping[str, Any]) -> None:
+    def save_named(self, table: Named, row: Mapping[str, Any]) -> None:
         """A prefix or a schema, in place of an earlier version."""
         self._rows(
-            f"INSERT OR REPLACE INTO {_named(table)} (owner, name, version, source, created_at) "
+            f"INSERT OR REPLACE INTO {table} (owner, name, version, source, created_at) "
             "VALUES (?, ?, ?, ?, ?)",
             *(row["owner"], row["name"], row["version"]),
             *(json.dumps(row["source"]), row["created_at"]),
         )
 
-    def list_named(self, table: str) -> list[Row]:
+    def list_named(self, table: Named) -> list[Row]:
         """All prefixes or all schemas (`table`), by owner and name."""
-        rows = self._rows(f"SELECT * FROM {_named(table)} ORDER BY owner, name")
+        rows = self._rows(f"SELECT * FROM {table} ORDER BY owner, name")
         return [{**row, "source": json.loads(row["source"])} for row in rows]
 
-    def delete_named(self, table: str, owner: str, name: str) -> None:
+    def delete_named(self, table: Named, owner: str, name: str) -> None:
         """Forget a prefix or a schema; an unknown one is ignored."""
-        self._rows(f"DELETE FROM {_named(table)} WHERE owner = ? AND name = ?", owner, name)
-
-
-def _named(table: str) -> str:
-    if table not in ("prefixes", "schemas"):
-        raise ValueError(f"no table {table!r}")
-    return table
+        self._rows(f"DELETE FROM {table} WHERE owner = ? AND name = ?", owner, name)
 
 
 def _batch(row: Row) -> Row:

@@ -47,19 +47,11 @@ class Tenant:
 EVERYBODY = Tenant("")
 
 
-@dataclass(frozen=True)
-class _Key:
-    digest: bytes
-    tenant: Tenant
-
-
 class Keys:
     """The accepted keys; without any, all callers are accepted."""
 
     def __init__(self, keys: Iterable[tuple[str, str, float]] = ()) -> None:
-        self._keys = [
-            _Key(_digest(key.encode()), Tenant(name, weight)) for name, key, weight in keys
-        ]
+        self._keys = {_digest(key.encode()): Tenant(name, weight) for name, key, weight in keys}
 
     @property
     def needed(self) -> bool:
@@ -68,7 +60,7 @@ class Keys:
 
     def named(self, name: str) -> Tenant:
         """The holder of a name, also where its key is not accepted any more."""
-        found = (key.tenant for key in self._keys if key.tenant.name == name)
+        found = (tenant for tenant in self._keys.values() if tenant.name == name)
         return next(found, Tenant(name))
 
     def tenant(self, authorization: str | None) -> Tenant:
@@ -80,9 +72,9 @@ class Keys:
         """The holder of a key. All keys are compared, each in constant time."""
         digest = _digest(given)
         found: Tenant | None = None
-        for key in self._keys:
-            if hmac.compare_digest(digest, key.digest):
-                found = key.tenant
+        for key, tenant in self._keys.items():
+            if hmac.compare_digest(digest, key):
+                found = tenant
         if found is None:
             raise ApiError(
                 401,

@@ -33,7 +33,7 @@ def api_page(document: Json) -> tuple[str, dict[str, str]]:
         "form-action 'none'; frame-ancestors 'none'"
     )
     environment = Environment(autoescape=True, loader=FileSystemLoader(HERE))
-    environment.filters |= {"prose": _prose, "kind": kind_of, "body": body_name, "anchor": _anchor}
+    environment.filters |= {"prose": _prose, "kind": kind_of, "body": body_name}
     schemas = dict(objects_of(document["components"]["schemas"]))
     operations = [
         (method.upper(), path, operation)
@@ -68,10 +68,6 @@ def objects_of(schemas: Json) -> Iterator[tuple[str, Json]]:
 
 def _is_object(schema: Json) -> bool:
     return schema.get("type") == "object" and "properties" in schema and "title" in schema
-
-
-def _anchor(operation: Json) -> str:
-    return str(operation["operationId"])
 
 
 def body_name(operation: Json) -> str | None:

@@ -36,17 +36,6 @@ TOTALS = (
 TokenText = Callable[[int], str | None]
 
 
-def _latencies(call: CallRecord, metrics: RequestMetrics) -> tuple[float | None, float | None]:
-    """Seconds to the first token, and per token after it."""
-    if metrics.first_token_time is None:
-        return None, None
-    first = max(0.0, metrics.first_token_time - call.arrived)
-    rest = metrics.num_output_tokens / call.requests[0].params.n - 1
-    if metrics.finished_time is None or rest < 1:
-        return first, None
-    return first, (metrics.finished_time - metrics.first_token_time) / rest
-
-
 class History:
     """Samples once a second; `note` as calls end.
 
@@ -115,14 +104,14 @@ class History:
     def _note_request(
         self, call: CallRecord, part: int, metrics: RequestMetrics, reuse: Reuse | None
     ) -> None:
-        first, each = _latencies(call, metrics)
+        first, each = call.latencies(metrics)
         self._latencies.append((self._clock(), first, each))
         for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
             self.totals[name] += getattr(metrics, f"num_{name}")
         self.calls.appendleft(
             {
                 "id": call.requests[part].request_id,
-                "key": call.key or None,
+                "key": call.tenant.name or None,
                 "app": call.app or None,
                 "endpoint": "completions" if call.kind == "completion" else call.kind,
                 "time": call.created,
@@ -131,7 +120,7 @@ class History:
                 "output_tokens": metrics.num_output_tokens,
                 "ttft": first,
                 "tpot": each,
-                "seconds": call.seconds,
+                "seconds": call.took,
                 "finish": call.outcome,
                 "reuse": self._explained(reuse),
             }

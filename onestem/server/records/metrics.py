@@ -29,6 +29,12 @@ ENGINE_COUNTS = {
     "num_preempted": "Sequences that were preempted.",
     "shared_read_tokens": "Reads of stored tokens saved: one read served several sequences.",
 }
+REQUEST_COUNTS = {  # attributes of `RequestMetrics`
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that ended."),
+    "num_cached_tokens": ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
+    "num_output_tokens": ("output_tokens", "Tokens of answers."),
+    "num_preempted": ("request_preemptions", "Times that a request was preempted."),
+}
 
 
 class _EngineCollector(Collector):
@@ -97,14 +103,9 @@ class Metrics:
         self._whole = self._histogram(
             "onestem_request_seconds", "From arrival to the last token.", WHOLE
         )
-        self._tokens = {
-            name: self._counter(f"onestem_{name}", text)
-            for name, text in (
-                ("prompt_tokens", "Prompt tokens of requests that ended."),
-                ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
-                ("output_tokens", "Tokens of answers."),
-                ("request_preemptions", "Times that a request was preempted."),
-            )
+        self._counters = {
+            attribute: Counter(f"onestem_{name}", text, LABELS, registry=self._registry)
+            for attribute, (name, text) in REQUEST_COUNTS.items()
         }
         self._requests = Counter(
             "onestem_requests", "Requests that ended, by outcome.", (*LABELS, "outcome"),
@@ -117,28 +118,20 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self._registry)
-
     def note(self, call: CallRecord) -> None:
         """Count a call that has ended."""
-        labels = (call.key, self._app(call.app), call.kind)
+        labels = (call.tenant.name, self._app(call.app), call.kind)
         self._requests.labels(*labels, call.outcome or "abort").inc()
-        self._whole.labels(*labels).observe(call.seconds)
+        self._whole.labels(*labels).observe(call.took)
         for metrics in call.metrics:
-            if metrics.first_token_time is None:
+            first, each = call.latencies(metrics)
+            if first is None:
                 continue
-            self._first_token.labels(*labels).observe(
-                max(0.0, metrics.first_token_time - call.arrived)
-            )
-            if metrics.num_output_tokens > 1 and metrics.finished_time is not None:
-                spent = metrics.finished_time - metrics.first_token_time
-                rest = metrics.num_output_tokens / call.requests[0].params.n - 1
-                self._per_token.labels(*labels).observe(spent / max(1, rest))
-            self._tokens["prompt_tokens"].labels(*labels).inc(metrics.num_prompt_tokens)
-            self._tokens["cached_prompt_tokens"].labels(*labels).inc(metrics.num_cached_tokens)
-            self._tokens["output_tokens"].labels(*labels).inc(metrics.num_output_tokens)
-            self._tokens["request_preemptions"].labels(*labels).inc(metrics.num_preempted)
+            self._first_token.labels(*labels).observe(first)
+            if each is not None:
+                self._per_token.labels(*labels).observe(each)
+            for attribute, counter in self._counters.items():
+                counter.labels(*labels).inc(getattr(metrics, attribute))
 
     def _app(self, app: str) -> str:
         """An application's label. Names are limited: those that keys make up could fill memory."""

@@ -40,7 +40,7 @@ class Records:
         log.info(
             "request",
             id=call.id,
-            key=call.key or None,
+            key=call.tenant.name or None,
             app=call.app or None,
             endpoint=call.kind,
             outcome=call.outcome,
@@ -48,7 +48,7 @@ class Records:
             cached_tokens=sum(metrics.num_cached_tokens for metrics in call.metrics),
             output_tokens=sum(metrics.num_output_tokens for metrics in call.metrics),
             ttft=None if first is None else round(first - call.arrived, 6),
-            seconds=round(call.seconds, 6),
+            seconds=round(call.took, 6),
         )
 
     async def sample(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:

@@ -33,7 +33,7 @@ class RerenderedLog:
 
     def note(self, call: CallRecord) -> None:
         """Report a call that has ended, where it is the first of its kind."""
-        rerendered, who = call.rerendered, (call.key, call.app)
+        rerendered, who = call.rerendered, (call.tenant.name, call.app)
         if rerendered is None or who in self._told or len(self._told) >= MOST_TOLD:
             return
         self._told.add(who)
@@ -43,7 +43,7 @@ class RerenderedLog:
         log.info(
             "rerendered",
             id=call.id,
-            key=call.key or None,
+            key=call.tenant.name or None,
             app=call.app or None,
             tokens=rerendered.num_tokens,
             at=at,

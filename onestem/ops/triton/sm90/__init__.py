@@ -14,7 +14,7 @@ Names are those of `kernels.py`. `count` is the number of tiles that a warpgroup
 gives its place in the ring.
 """
 
-from onestem.ops.triton.sm90.copy import box_tokens, descriptors
+from onestem.ops.triton.sm90.copy import descriptors
 from onestem.ops.triton.sm90.kernel import attend_hopper
 
-__all__ = ["attend_hopper", "box_tokens", "descriptors"]
+__all__ = ["attend_hopper", "descriptors"]

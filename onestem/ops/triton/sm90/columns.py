@@ -17,11 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import (
     ROWS,
+    View,
+    blank,
     line_of,
+    load_query,
     next_stage,
+    query_rows,
     record_line,
     scores,
     section,
@@ -32,29 +35,7 @@ from onestem.ops.triton.sm90.walk import (
     word,
 )
 from onestem.ops.triton.versions import barrier, viewed
-from onestem.ops.triton.words import (
-    AT_DEST,
-    AT_POSITIONS,
-    AT_RECORDS,
-    AT_ROWS,
-    AT_WALK,
-    CLEAR_HI,
-    CLEAR_LO,
-    END,
-    ENTRY,
-    FIRST_ENTRY,
-    HI,
-    LOG2_E,
-    NUM_ROWS,
-    NUM_WALK,
-    POSITION,
-    QUEUED,
-    ROW_START,
-    SHARED,
-    STEP,
-    WALK_START,
-    WINDOW,
-)
+from onestem.ops.triton.words import LOG2_E, W
 
 __all__ = ["attend_columns"]
 
@@ -83,17 +64,10 @@ def _everywhere(parts):
 
 
 @gluon.jit
-def _weights(
-    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale, softcap,
-    BLOCK_N: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+def _weights(score, running_max, denominator, start, view, FORM: gl.constexpr):
     """Weights of a tile from its products, new maximum `[COLUMNS]` and denominator
     (`[BLOCK_N, COLUMNS]`, parts of the sum), and the factor for old sums."""
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score.type.layout))  # [BLOCK_N]
-    score, factor = scores(
-        score, n[:, None], lo, hi, last[None, :], oldest[None, :], distance[None, :],
-        slope[None, :], scale, softcap, True, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
+    score, factor = scores(score, start, view, 0, True, FORM)
     across: gl.constexpr = running_max.type.layout
     top = gl.max(_everywhere(gl.max(_by_warp(score), 1)), 0)
     new_max = gl.maximum(running_max, gl.convert_layout(top, across) * factor)
@@ -105,42 +79,35 @@ def _weights(
 
 @gluon.jit
 def _tile(
-    query, weights, running_max, denominator, total, start, lo, hi, last, oldest, distance, slope,
-    scale, softcap, ring_memory, boxes, full, empty, stage, phase, ARRIVALS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, BLOCK_D: gl.constexpr,
-    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    query, weights, running_max, denominator, total, start, view, ring, stage, phase,
+    ARRIVALS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Attend to the tile in a stage of the ring, and release it."""
     stage = uniform(stage)
-    values = ring_memory.index(STAGES + stage)
-    mbarrier.wait(full.index(stage), phase)
+    values = ring.tiles.index(FORM.stages + stage)
+    mbarrier.wait(ring.full.index(stage), phase)
     zero = gl.zeros_like(denominator)
     score = warpgroup_mma(
-        ring_memory.index(stage), query.permute((1, 0)), zero, use_acc=False, is_async=True
+        ring.tiles.index(stage), query.permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+    blank(ring.boxes, stage, start, view.lo, view.hi, FORM)
     score = warpgroup_mma_wait(0, deps=(score,))
     weight, running_max, denominator, shrink = _weights(
-        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
-        softcap, BLOCK_N, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
+        score, running_max, denominator, start, view, FORM
+    )
     weights.store(gl.permute(weight.to(weights.dtype), (1, 0)))
     fence_async_shared()
     total = total * shrink[None, :]
     total = warpgroup_mma(values.permute((1, 0)), weights.permute((1, 0)), total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
-    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
+    mbarrier.arrive(ring.empty.index(stage), count=ARRIVALS)
     return running_max, denominator, total
 
 
 @gluon.jit
 def attend_columns(
-    control, begin, item, stop, count, head, q, out, lse, part_out, part_lse, slopes,
-    scale, softcap, queries, ring_memory, boxes, full, empty, PART: gl.constexpr,
-    WIDE: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, COLUMNS: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    begin, item, stop, count, head, inputs, ring, PART: gl.constexpr, WIDE: gl.constexpr,
+    COLUMNS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Walk items (at least one) of at most COLUMNS queries for a KV head, through one half of the
     ring. WIDE: of at most ROWS + COLUMNS, those from ROWS on, through the whole ring, while the
@@ -150,24 +117,28 @@ def attend_columns(
     A load from memory takes as long as a tile, so an item's record is loaded three items ahead, its
     rows two ahead, its queries one ahead.
     """
-    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
-    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    GROUP: gl.constexpr = FORM.group
+    BLOCK_N: gl.constexpr = FORM.block_n
+    BLOCK_D: gl.constexpr = FORM.block_d
+    size: gl.constexpr = FORM.stages if WIDE else FORM.stages // 2
+    base: gl.constexpr = 0 if WIDE else PART * (FORM.stages // 2)
     first: gl.constexpr = ROWS if WIDE else 0
     arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is released after two arrivals
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    two_queries = _pieces(queries, COLUMNS, BLOCK_D, BLOCK_D)
+    control, slopes = inputs.control, inputs.slopes
+    two_queries = _pieces(ring.queries, COLUMNS, BLOCK_D, BLOCK_D)
     first_query: gl.constexpr = PART * ROWS // COLUMNS
     # In memory after the queries of this item and of the next.
     first_weights: gl.constexpr = (PART * ROWS + 2 * COLUMNS) * BLOCK_D // (COLUMNS * BLOCK_N)
-    weights = _pieces(queries, COLUMNS, BLOCK_N, BLOCK_D).index(first_weights)
-    walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
-    rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
+    weights = _pieces(ring.queries, COLUMNS, BLOCK_N, BLOCK_D).index(first_weights)
+    walk, records = section(control, begin, W.AT_WALK), section(control, begin, W.AT_RECORDS)
+    rows, states = section(control, begin, W.AT_ROWS), section(control, begin, W.AT_DEST)
     c = first + gl.arange(0, COLUMNS, across)
     j = c // GROUP  # [COLUMNS] row of the item
     q_head = head * GROUP + c % GROUP
     slope = j
-    if ALIBI:
+    if FORM.alibi:
         slope = gl.load(slopes + q_head) * LOG2_E
     this = begin
     if count > 0:
@@ -175,62 +146,50 @@ def attend_columns(
     following = record_line(records, item + 1, stop)
     later = record_line(records, item + 2, stop)
     turn = 0
-    stage, phase = count % ring, (count // ring) & 1
-    this_row = query_rows(
-        rows, word(this, ROW_START), word(this, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
-    )
-    next_row = query_rows(
-        rows, word(following, ROW_START), word(following, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
-    )
-    two_queries.index(first_query).store(
-        load_query(q, this_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-    )
+    stage, phase = count % size, (count // size) & 1
+    this_row = query_rows(rows, this, first, COLUMNS, FORM)
+    next_row = query_rows(rows, following, first, COLUMNS, FORM)
+    two_queries.index(first_query).store(load_query(inputs.q, this_row, head, first, FORM))
     fence_async_shared()
     barrier()  # here and at the end of an item: else before the products of each tile
     while item < stop:
-        next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        next_row = query_rows(
-            rows, word(later, ROW_START), word(later, NUM_ROWS), first, COLUMNS, GROUP, BLOCK_D
-        )
+        next_query = load_query(inputs.q, next_row, head, first, FORM)
+        next_row = query_rows(rows, later, first, COLUMNS, FORM)
         last = record_line(records, item + 3, stop)
         row_start, num_rows, num_walk = (
-            word(this, ROW_START), word(this, NUM_ROWS), word(this, NUM_WALK)
+            word(this, W.ROW_START), word(this, W.NUM_ROWS), word(this, W.NUM_WALK)
         )  # fmt: skip
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)  # [COLUMNS]
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
         position = j
-        if WINDOWED or ALIBI:
-            positions = section(control, begin, AT_POSITIONS)
+        if FORM.windowed or FORM.alibi:
+            positions = section(control, begin, W.AT_POSITIONS)
             position = gl.load(positions + row, mask=row >= 0, other=0)
         running_max = gl.full([COLUMNS], float("-inf"), gl.float32, across)
         denominator = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
         total = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         query = two_queries.index(first_query + turn)
         entry = this
-        more = walk + word(this, WALK_START) * ENTRY
+        more = walk + word(this, W.WALK_START) * W.ENTRY
         for index in range(num_walk):
-            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
-            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
+            next_entry = line_of(more + index * W.ENTRY, W.ENTRY, index + 1 < num_walk)
+            lo, hi, page, tiles, clear, tail = tiles_of(entry, FORM)
             # [COLUMNS] each row's end, and its own place in the entry
-            ends = word(entry, FIRST_ENTRY + END) + j * word(entry, FIRST_ENTRY + STEP)
-            distance = position - word(entry, FIRST_ENTRY + POSITION)
+            ends = word(entry, W.FIRST_ENTRY + W.END) + j * word(entry, W.FIRST_ENTRY + W.STEP)
+            distance = position - word(entry, W.FIRST_ENTRY + W.POSITION)
             oldest = distance
-            if WINDOWED:
-                oldest = distance - word(begin, QUEUED + WINDOW) + 1
-            page, tiles, clear, tail = tiles_of(
-                lo, word(entry, FIRST_ENTRY + CLEAR_LO), word(entry, FIRST_ENTRY + CLEAR_HI), hi,
-                PAGE_SIZE, BLOCK_N,
-            )  # fmt: skip
+            if FORM.windowed:
+                oldest = distance - word(begin, W.QUEUED + W.WINDOW) + 1
+            view = View(lo, hi, ends, oldest, distance, slope, inputs.scale, inputs.softcap)
             for i in range(tiles):
                 start = page + i * BLOCK_N
                 if WIDE:
                     start = tile_start(i, page, clear, tail, BLOCK_N)
                 running_max, denominator, total = _tile(
-                    query, weights, running_max, denominator, total, start, lo, hi, ends, oldest,
-                    distance, slope, scale, softcap, ring_memory, boxes, full, empty, base + stage,
-                    phase, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, WINDOWED, ALIBI, SOFTCAP,
+                    query, weights, running_max, denominator, total, start, view, ring,
+                    base + stage, phase, arrivals, FORM,
                 )  # fmt: skip
-                stage, phase = next_stage(stage, phase, ring)
+                stage, phase = next_stage(stage, phase, size)
             entry = next_entry
         turn = 1 - turn
         two_queries.index(first_query + turn).store(next_query)
@@ -238,8 +197,8 @@ def attend_columns(
         barrier()
         whole = gl.sum(_everywhere(gl.sum(_by_warp(denominator), 1)), 0)
         store_states(
-            total, running_max, gl.convert_layout(whole, across), row, dest, word(this, SHARED),
-            q_head, out, lse, part_out, part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 0,
+            total, running_max, gl.convert_layout(whole, across), row, dest, word(this, W.SHARED),
+            q_head, inputs, 0, FORM,
         )  # fmt: skip
         item += 1
         this, following, later = following, later, last

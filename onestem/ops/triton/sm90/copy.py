@@ -25,29 +25,12 @@ from onestem.ops.triton.sm90.walk import (
     word,
 )
 from onestem.ops.triton.versions import copy_box, viewed
-from onestem.ops.triton.words import (
-    AT_PAGES,
-    AT_RECORDS,
-    AT_WALK,
-    CLEAR_HI,
-    CLEAR_LO,
-    ENTRY,
-    FIRST_ENTRY,
-    HI,
-    NUM_WALK,
-    WALK_START,
-)
+from onestem.ops.triton.words import W
 
-__all__ = ["box_tokens", "copy", "descriptors", "fetch_list"]
+__all__ = ["copy", "descriptors", "fetch_list"]
 
 LINE: gl.constexpr = gl.constexpr(32)  # words of a cache line
 LINES: gl.constexpr = gl.constexpr(16)  # of a work list that each program fetches
-
-
-def box_tokens(page_size: int, block_n: int) -> int:
-    """Tokens that the copy engine takes at a time; 0 if it cannot copy pages of this size."""
-    whole = page_size >= 8 and page_size & (page_size - 1) == 0
-    return min(page_size, block_n) if whole else 0
 
 
 def descriptors(k_pages: Tensor, v_pages: Tensor, box: int) -> tuple[TensorDescriptor, ...]:
@@ -81,46 +64,37 @@ def fetch_list(control, num_words):
 
 
 @gluon.jit
-def _pages_of(
-    start, lo, hi, pages, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr
-):
+def _pages_of(start, lo, hi, pages, FORM: gl.constexpr):
     """Pages of a tile's boxes, each in a thread of a warp, over and over (`word` reads them). A box
     without any walked token gets a place outside of the pool: the copy engine writes zeros."""
-    x = start + (lane() & (BLOCK_N // BOX - 1)) * BOX
-    inside = (x < hi) & (x + BOX > lo)
-    return gl.where(inside, gl.load(pages + over(x, PAGE_SIZE), mask=inside, other=0), -1)
+    x = start + (lane() & (FORM.block_n // FORM.box - 1)) * FORM.box
+    inside = (x < hi) & (x + FORM.box > lo)
+    return gl.where(inside, gl.load(pages + over(x, FORM.page_size), mask=inside, other=0), -1)
 
 
 @gluon.jit
-def _copy_boxes(
-    i, page, start, pool, head, boxes, flag, first, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
+def _copy_boxes(i, page, start, pool, head, boxes, flag, first, FORM: gl.constexpr):
     """Copy the i-th tokens of a tile; see `_copy_tile`."""
-    for c in gl.static_range(BLOCK_D // 64):
-        at = [word(page, i), head, (start + i * BOX) % PAGE_SIZE, c * 64]
-        copy_box(pool, at, flag, boxes.index(first + c * (BLOCK_N // BOX) + i))
+    BOX: gl.constexpr = FORM.box
+    for c in gl.static_range(FORM.block_d // 64):
+        at = [word(page, i), head, (start + i * BOX) % FORM.page_size, c * 64]
+        copy_box(pool, at, flag, boxes.index(first + c * (FORM.block_n // BOX) + i))
 
 
 @gluon.jit
-def _copy_tile(
-    page, start, pool, head, boxes, flag, first, LOOP: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
+def _copy_tile(page, start, pool, head, boxes, flag, first, FORM: gl.constexpr):
     """Copy a tile to the boxes from `first` on. In shared memory they are laid out like a tile's
     columns, 64 dimensions after 64 dimensions. page: `_pages_of`."""
-    across: gl.constexpr = BLOCK_N // BOX
-    mbarrier.expect(flag, BLOCK_N * BLOCK_D * 2)
-    if LOOP:
+    across: gl.constexpr = FORM.block_n // FORM.box
+    mbarrier.expect(flag, FORM.block_n * FORM.block_d * 2)
+    # In cold caches a loop's few instructions come sooner, in warm ones the tile comes later. Heads
+    # with dimensions that are not copied have too few bytes on their way as it is.
+    if FORM.head_dim == FORM.block_d:
         for i in range(uniform(across)):
-            _copy_boxes(
-                i, page, start, pool, head, boxes, flag, first, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX
-            )
+            _copy_boxes(i, page, start, pool, head, boxes, flag, first, FORM)
     else:
         for i in gl.static_range(across):
-            _copy_boxes(
-                i, page, start, pool, head, boxes, flag, first, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX
-            )
+            _copy_boxes(i, page, start, pool, head, boxes, flag, first, FORM)
 
 
 @gluon.jit
@@ -138,54 +112,48 @@ def _fetch(address):
 
 @gluon.jit
 def copy(
-    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr, LOOP: gl.constexpr,
-    AHEAD: gl.constexpr, MOST: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
+    control, pool, boxes, full, empty, SIDE: gl.constexpr, PART: gl.constexpr, FORM: gl.constexpr
+):
     """Run a copying warp: copy the keys (SIDE 0) or values (SIDE 1) that items walk, tile after
     tile, for one warpgroup, or, as one of the first warpgroup's, for the pair. An item's record and
     first page ids are loaded while the item before is copied, and a walk's entry one ahead.
-
-    LOOP: whether a tile's boxes are copied by a loop. In cold caches its few instructions come
-    sooner, in warm ones the tile comes later. AHEAD: see `attend_rows`, of items with fewer rows
-    than the widest tiles.
     """
+    BLOCK_N: gl.constexpr = FORM.block_n
+    BOX: gl.constexpr = FORM.box
+    STAGES: gl.constexpr = FORM.stages
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     shape: gl.constexpr = [boxes.shape[0], 1, 1, BOX, 64]
-    size: gl.constexpr = BLOCK_D // 64 * (BLOCK_N // BOX)  # boxes of a tile
+    size: gl.constexpr = FORM.block_d // 64 * (BLOCK_N // BOX)  # boxes of a tile
     boxes = viewed(boxes, boxes.dtype, shape, layout)
     this = start_of(control, PART)
     item, stop, head, columns = queue(this)
-    pages, walk = section(control, this, AT_PAGES), section(control, this, AT_WALK)
-    records = section(control, this, AT_RECORDS)
-    wide = MOST > ROWS and columns < 0
+    pages, walk = section(control, this, W.AT_PAGES), section(control, this, W.AT_WALK)
+    records = section(control, this, W.AT_RECORDS)
+    wide = FORM.most > ROWS and columns < 0
     ring, base = gl.where(wide, STAGES, STAGES // 2), 0
     if PART == 1:
         stop, base = gl.where(wide, item, stop), STAGES // 2
     stage, phase = 0, 1
     while item < stop:
         following = record_line(records, item + 1, stop)
-        entry, num_walk = this, word(this, NUM_WALK)
-        more = walk + word(this, WALK_START) * ENTRY
+        entry, num_walk = this, word(this, W.NUM_WALK)
+        more = walk + word(this, W.WALK_START) * W.ENTRY
         for index in range(num_walk):
-            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
-            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
-            clear_lo = word(entry, FIRST_ENTRY + CLEAR_LO)
-            clear_hi = word(entry, FIRST_ENTRY + CLEAR_HI)
-            begin, tiles, clear, tail = tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE, BLOCK_N)
-            if not AHEAD:
+            next_entry = line_of(more + index * W.ENTRY, W.ENTRY, index + 1 < num_walk)
+            lo, hi, begin, tiles, clear, tail = tiles_of(entry, FORM)
+            if not FORM.ahead:
                 clear, tail = gl.where(wide, clear, 0), gl.where(wide, tail, tiles)
             for i in range(tiles):
                 start = tile_start(i, begin, clear, tail, BLOCK_N)
-                page = _pages_of(start, lo, hi, pages, PAGE_SIZE, BLOCK_N, BOX)
+                page = _pages_of(start, lo, hi, pages, FORM)
                 mbarrier.wait(empty.index(base + stage), phase)
                 _copy_tile(
                     page, start, pool, head, boxes, full.index(base + stage),
-                    (SIDE * STAGES + base + stage) * size, LOOP, BLOCK_D, PAGE_SIZE, BLOCK_N, BOX,
+                    (SIDE * STAGES + base + stage) * size, FORM,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, ring)
                 if i == 0:
-                    _fetch(pages + over(word(following, FIRST_ENTRY), PAGE_SIZE))
+                    _fetch(pages + over(word(following, W.FIRST_ENTRY), FORM.page_size))
             entry = next_entry
         item += 1
         this = following

@@ -11,75 +11,54 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from onestem.ops.triton.sm90.columns import attend_columns
 from onestem.ops.triton.sm90.copy import copy, fetch_list
 from onestem.ops.triton.sm90.rows import attend_rows
-from onestem.ops.triton.sm90.walk import ROWS, queue, start_of, uniform
+from onestem.ops.triton.sm90.walk import ROWS, Inputs, Ring, queue, start_of, uniform
 from onestem.ops.triton.versions import viewed
 
 __all__ = ["attend_hopper"]
 
 
 @gluon.jit
-def _attend(
-    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries, ring_memory, boxes,
-    full, empty, PART: gl.constexpr, AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, COLUMNS: gl.constexpr,
-    MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+def _attend(inputs, ring, PART: gl.constexpr, FORM: gl.constexpr):
     """Run a warpgroup in the role of its program."""
-    start = start_of(control, PART)
+    start = start_of(inputs.control, PART)
     item, stop, head, columns = queue(start)
     # Of a row with a few more queries than a warpgroup has rows (Falcon 7B: 71 query heads on a KV
     # head), the second warpgroup takes the others as columns, in long tiles (`KernelConfig`).
-    over: gl.constexpr = GROUP - ROWS if PART == 1 and BLOCK_N > ROWS else 0
+    over: gl.constexpr = FORM.group - ROWS if PART == 1 and FORM.block_n > ROWS else 0
     rest: gl.constexpr = 0 if over <= 0 or over > 16 else 8 if over <= 8 else 16
-    if MOST > ROWS and columns < 0:
+    if FORM.most > ROWS and columns < 0:
         if rest == 0:
-            attend_rows(
-                control, start, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, True, NUM_KV_HEADS,
-                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
+            attend_rows(start, item, stop, head, inputs, ring, PART, True, True, FORM)
         elif item < stop:
-            attend_columns(
-                control, start, item, stop, 0, head, q, out, lse, part_out, part_lse, slopes, scale,
-                softcap, queries, ring_memory, boxes, full, empty, PART, True, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, rest, WINDOWED, ALIBI, SOFTCAP,
-            )  # fmt: skip
+            attend_columns(start, item, stop, 0, head, inputs, ring, PART, True, rest, FORM)
     else:
         count = 0
-        if MOST > COLUMNS and item < columns:
+        if FORM.most > FORM.columns and item < columns:
             count = attend_rows(
-                control, start, item, columns, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, AHEAD,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, WINDOWED,
-                ALIBI, SOFTCAP,
-            )  # fmt: skip
-        if COLUMNS > 0 and columns < stop:
+                start, item, columns, head, inputs, ring, PART, False, FORM.ahead, FORM
+            )
+        if FORM.columns > 0 and columns < stop:
             attend_columns(
-                control, start, columns, stop, count, head, q, out, lse, part_out, part_lse, slopes,
-                scale, softcap, queries, ring_memory, boxes, full, empty, PART, False, NUM_KV_HEADS,
-                GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, WINDOWED, ALIBI,
-                SOFTCAP,
-            )  # fmt: skip
+                start, columns, stop, count, head, inputs, ring, PART, False, FORM.columns, FORM
+            )
 
 
 @gluon.jit(do_not_specialize=("num_words",))
 def attend_hopper(
     control, q, k_pages, v_pages, out, lse, part_out, part_lse, slopes, scale, softcap, num_words,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    COLUMNS: gl.constexpr, MOST: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
-    SOFTCAP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    FORM: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Walk all items; one program per multiprocessor, 4 warps and 8 more inside. The next launch
     may begin at once.
 
-    k_pages, v_pages: `descriptors`. num_words: length of `control`. COLUMNS: queries of the items
-    with few; 0: there are none. MOST: maximum queries of an item: without the code of larger ones
-    a launch begins sooner.
+    k_pages, v_pages: `descriptors`. num_words: length of `control`. FORM: a `HopperForm`.
     """
     gdc_launch_dependents()
     fetch_list(control, num_words)
+    BLOCK_N: gl.constexpr = FORM.block_n
+    BLOCK_D: gl.constexpr = FORM.block_d
+    STAGES: gl.constexpr = FORM.stages
+    BOX: gl.constexpr = FORM.box
     dtype: gl.constexpr = q.dtype.element_ty
     across: gl.constexpr = BLOCK_N // BOX
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
@@ -97,59 +76,17 @@ def attend_hopper(
     for i in range(uniform(STAGES)):  # not unrolled: the start waits for its instructions
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
-    # Heads with dimensions that are not copied have too few bytes on their way as it is.
-    loop: gl.constexpr = HEAD_DIM == BLOCK_D
-    # Items in rows and their copies must have the same order of tiles.
-    ahead: gl.constexpr = COLUMNS == 0
+    inputs = Inputs(control, q, out, lse, part_out, part_lse, slopes, scale, softcap)
+    ring = Ring(queries, ring_memory, boxes, full, empty)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-                    ring_memory, boxes, full, empty, gl.constexpr(0), ahead, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
-                    ALIBI, SOFTCAP,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    control, q, out, lse, part_out, part_lse, slopes, scale, softcap, queries,
-                    ring_memory, boxes, full, empty, gl.constexpr(1), ahead, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX, COLUMNS, MOST, WINDOWED,
-                    ALIBI, SOFTCAP,
-                ),
-            ),
-            (
-                copy,
-                (
-                    control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(0),
-                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-                ),
-            ),
-            (
-                copy,
-                (
-                    control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(0),
-                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-                ),
-            ),
-            (
-                copy,
-                (
-                    control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(1),
-                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-                ),
-            ),
-            (
-                copy,
-                (
-                    control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(1),
-                    loop, ahead, MOST, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES, BOX,
-                ),
-            ),
+            (_attend, (inputs, ring, gl.constexpr(0), FORM)),
+            (_attend, (inputs, ring, gl.constexpr(1), FORM)),
+            (copy, (control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(0), FORM)),
+            (copy, (control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(0), FORM)),
+            (copy, (control, k_pages, boxes, full, empty, gl.constexpr(0), gl.constexpr(1), FORM)),
+            (copy, (control, v_pages, boxes, full, empty, gl.constexpr(1), gl.constexpr(1), FORM)),
         ],
         [4, 1, 1, 1, 1],
         [REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
+    )

@@ -18,10 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onestem.ops.triton.sm90.queries import blank, load_query, query_rows
 from onestem.ops.triton.sm90.walk import (
     ROWS,
+    View,
+    blank,
     line_of,
+    load_query,
+    query_rows,
     record_line,
     scores,
     section,
@@ -31,29 +34,7 @@ from onestem.ops.triton.sm90.walk import (
     word,
 )
 from onestem.ops.triton.versions import barrier
-from onestem.ops.triton.words import (
-    AT_DEST,
-    AT_POSITIONS,
-    AT_RECORDS,
-    AT_ROWS,
-    AT_WALK,
-    CLEAR_HI,
-    CLEAR_LO,
-    END,
-    ENTRY,
-    FIRST_ENTRY,
-    HI,
-    LOG2_E,
-    NUM_ROWS,
-    NUM_WALK,
-    POSITION,
-    QUEUED,
-    ROW_START,
-    SHARED,
-    STEP,
-    WALK_START,
-    WINDOW,
-)
+from onestem.ops.triton.words import LOG2_E, W
 
 __all__ = ["attend_rows"]
 
@@ -67,18 +48,12 @@ def _folded(tile):
 
 @gluon.jit
 def _weights(
-    score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale, softcap,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):  # fmt: skip
+    score, running_max, denominator, start, view, MASKED: gl.constexpr, FORM: gl.constexpr
+):
     """Weights of a tile from its products, new maximum and denominator (`[ROWS, 8]`, parts of the
     sum), and the factor for old sums."""
     layout: gl.constexpr = score.type.layout
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))  # [BLOCK_N]
-    score, factor = scores(
-        score, n[None, :], lo, hi, last[:, None], oldest[:, None], distance[:, None],
-        slope[:, None], scale, softcap, MASKED, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
+    score, factor = scores(score, start, view, 1, MASKED, FORM)
     top = gl.convert_layout(gl.max(gl.max(_folded(score), 1), 1), gl.SliceLayout(1, layout))
     new_max = gl.maximum(running_max, top * factor)
     safe_max = gl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
@@ -109,140 +84,132 @@ def _done(value):
 
 
 @gluon.jit
-def _products(query, keys, full, stage, phase, BLOCK_N: gl.constexpr):
+def _products(query, ring, stage, phase, FORM: gl.constexpr):
     """Start multiplying queries by a tile of keys."""
+    BLOCK_N: gl.constexpr = FORM.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    mbarrier.wait(full.index(stage), phase)
+    mbarrier.wait(ring.full.index(stage), phase)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    keys = keys.index(stage).permute((1, 0))
+    keys = ring.tiles.index(stage).permute((1, 0))
     return warpgroup_mma(query, keys, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _tile(
-    query, running_max, denominator, total, start, lo, hi, last, oldest, distance, slope, scale,
-    softcap, ring_memory, boxes, full, empty, count, base: gl.constexpr, ring: gl.constexpr,
-    arrivals: gl.constexpr, operand: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_D: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    query, running_max, denominator, total, start, view, ring, count, base: gl.constexpr,
+    size: gl.constexpr, arrivals: gl.constexpr, operand: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Attend to tile `count`, and release it."""
-    stage = base + count % ring
-    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
-    blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+    stage = base + count % size
+    score = _products(query, ring, stage, (count // size) & 1, FORM)
+    blank(ring.boxes, stage, start, view.lo, view.hi, FORM)
     score = warpgroup_mma_wait(0, deps=(score,))
     new_weight, running_max, denominator, shrink = _weights(
-        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
-        softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
+        score, running_max, denominator, start, view, True, FORM
+    )
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     total = total * gl.convert_layout(shrink, rows)[:, None]
-    weight = gl.convert_layout(new_weight.to(ring_memory.dtype), operand)
-    total = warpgroup_mma(weight, ring_memory.index(STAGES + stage), total, is_async=True)
+    weight = gl.convert_layout(new_weight.to(ring.tiles.dtype), operand)
+    total = warpgroup_mma(weight, ring.tiles.index(FORM.stages + stage), total, is_async=True)
     total, weight = warpgroup_mma_wait(0, deps=(total, weight))
-    mbarrier.arrive(empty.index(stage), count=arrivals)
+    mbarrier.arrive(ring.empty.index(stage), count=arrivals)
     return running_max, denominator, total, count + 1
 
 
 @gluon.jit
 def _step(
-    query, running_max, denominator, total, weight, start, lo, hi, last, oldest, distance, slope,
-    scale, softcap, ring_memory, boxes, full, empty, count, first, base: gl.constexpr,
-    ring: gl.constexpr, arrivals: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_D: gl.constexpr, ALIKE: gl.constexpr, MASKED: gl.constexpr,
-    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    query, running_max, denominator, total, weight, start, view, ring, count, first,
+    base: gl.constexpr, size: gl.constexpr, arrivals: gl.constexpr, ALIKE: gl.constexpr,
+    MASKED: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `count`, while the weights of the tile before are summed.
 
     ALIKE: it may be an item's `first`, which has none before it, and weights of 0 for its own
     values.
     """
-    stage = base + count % ring
-    before = base + (count - 1) % ring
+    stage = base + count % size
+    before = base + (count - 1) % size
     if ALIKE:
         before = gl.where(first, stage, before)
-    score = _products(query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N)
+    score = _products(query, ring, stage, (count // size) & 1, FORM)
     if MASKED and ALIKE:
-        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
-    total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
+        blank(ring.boxes, stage, start, view.lo, view.hi, FORM)
+    total = warpgroup_mma(weight, ring.tiles.index(FORM.stages + before), total, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     new_weight, running_max, denominator, shrink = _weights(
-        score, running_max, denominator, start, lo, hi, last, oldest, distance, slope, scale,
-        softcap, BLOCK_N, MASKED, WINDOWED, ALIBI, SOFTCAP,
-    )  # fmt: skip
+        score, running_max, denominator, start, view, MASKED, FORM
+    )
     denominator = _done(denominator)
     # The new weights become operands only after the wait, in the registers of the old ones.
     total, weight, new_weight = warpgroup_mma_wait(0, deps=(total, weight, new_weight))
     if ALIKE:
-        mbarrier.arrive(empty.index(before), count=arrivals, pred=first == 0)
+        mbarrier.arrive(ring.empty.index(before), count=arrivals, pred=first == 0)
     else:
-        mbarrier.arrive(empty.index(before), count=arrivals)
+        mbarrier.arrive(ring.empty.index(before), count=arrivals)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     total = total * gl.convert_layout(shrink, rows)[:, None]
     weight = gl.convert_layout(new_weight.to(weight.dtype), weight.type.layout)
     if MASKED and not ALIKE:
-        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+        blank(ring.boxes, stage, start, view.lo, view.hi, FORM)
     return running_max, denominator, total, weight, count + 1
 
 
 @gluon.jit
 def attend_rows(
-    control, begin, item, stop, head, q, out, lse, part_out, part_lse, slopes, scale, softcap,
-    queries, ring_memory, boxes, full, empty, PART: gl.constexpr, WIDE: gl.constexpr,
-    AHEAD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
+    begin, item, stop, head, inputs, ring, PART: gl.constexpr, WIDE: gl.constexpr,
+    AHEAD: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Walk items for a KV head, with their rows `first` .. `first` + 63; returns `count`. begin:
     `start_of`. AHEAD: whether the scores of a tile are issued before the tile before is summed, and
     tiles that all rows see whole come first (`tile_start`)."""
-    ring: gl.constexpr = STAGES if WIDE else STAGES // 2
-    base: gl.constexpr = 0 if WIDE else PART * (STAGES // 2)
+    GROUP: gl.constexpr = FORM.group
+    BLOCK_N: gl.constexpr = FORM.block_n
+    BLOCK_D: gl.constexpr = FORM.block_d
+    size: gl.constexpr = FORM.stages if WIDE else FORM.stages // 2
+    base: gl.constexpr = 0 if WIDE else PART * (FORM.stages // 2)
     first: gl.constexpr = PART * ROWS if WIDE else 0
     arrivals: gl.constexpr = 1 if WIDE else 2  # a tile is released after two arrivals
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = inputs.q.dtype.element_ty
     slots: gl.constexpr = gl.SliceLayout(1, layout)
     # Whether the first tile is walked like all others: its own code would come late, but where
     # heads are wide or copied in part, the others become slower than that.
-    alike: gl.constexpr = BLOCK_D <= 128 and HEAD_DIM == BLOCK_D
-    query = queries.index(PART)
-    walk, records = section(control, begin, AT_WALK), section(control, begin, AT_RECORDS)
-    rows, states = section(control, begin, AT_ROWS), section(control, begin, AT_DEST)
+    alike: gl.constexpr = BLOCK_D <= 128 and FORM.head_dim == BLOCK_D
+    control, slopes = inputs.control, inputs.slopes
+    query = ring.queries.index(PART)
+    walk, records = section(control, begin, W.AT_WALK), section(control, begin, W.AT_RECORDS)
+    rows, states = section(control, begin, W.AT_ROWS), section(control, begin, W.AT_DEST)
     count = 0
     this, following = begin, record_line(records, item + 1, stop)
     if item < stop:
-        query_row = query_rows(
-            rows, word(this, ROW_START), word(this, NUM_ROWS), first, ROWS, GROUP, BLOCK_D
-        )
-        query.store(load_query(q, query_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D))
+        query_row = query_rows(rows, this, first, ROWS, FORM)
+        query.store(load_query(inputs.q, query_row, head, first, FORM))
         fence_async_shared()
         barrier()  # here and at the end of an item: else before the products of each tile
     while item < stop:
         later = record_line(records, item + 2, stop)
         row_start, num_rows, num_walk = (
-            word(this, ROW_START), word(this, NUM_ROWS), word(this, NUM_WALK)
+            word(this, W.ROW_START), word(this, W.NUM_ROWS), word(this, W.NUM_WALK)
         )  # fmt: skip
         # Load now what the end of this item and the next items need.
         j = (first + gl.arange(0, ROWS, slots)) // GROUP
         row = gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
         dest = gl.load(states + row_start + j, mask=j < num_rows, other=0)
-        next_rows = gl.where(item + 1 < stop, word(following, NUM_ROWS), 0)
-        next_row = query_rows(
-            rows, word(following, ROW_START), next_rows, first, ROWS, GROUP, BLOCK_D
-        )
-        more = walk + word(this, WALK_START) * ENTRY
+        next_row = query_rows(rows, following, first, ROWS, FORM, item + 1 < stop)
+        more = walk + word(this, W.WALK_START) * W.ENTRY
         m = first + gl.arange(0, ROWS, gl.SliceLayout(1, product))  # [ROWS]
         j = m // GROUP  # [ROWS] row of the item
         position = j
         slope = j
-        if WINDOWED or ALIBI:
+        if FORM.windowed or FORM.alibi:
             used = j < num_rows
             own_row = gl.load(rows + row_start + j, mask=used, other=0)
-            position = gl.load(section(control, begin, AT_POSITIONS) + own_row, mask=used, other=0)
-        if ALIBI:
+            position = gl.load(
+                section(control, begin, W.AT_POSITIONS) + own_row, mask=used, other=0
+            )
+        if FORM.alibi:
             slope = gl.load(slopes + head * GROUP + m % GROUP) * LOG2_E
         running_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product))
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product)
@@ -251,75 +218,63 @@ def attend_rows(
         weight = gl.convert_layout(zero.to(dtype), operand)
         entry = this
         for index in range(num_walk):
-            next_entry = line_of(more + index * ENTRY, ENTRY, index + 1 < num_walk)
-            lo, hi = word(entry, FIRST_ENTRY), word(entry, FIRST_ENTRY + HI)
-            page, tiles, clear, tail = tiles_of(
-                lo, word(entry, FIRST_ENTRY + CLEAR_LO), word(entry, FIRST_ENTRY + CLEAR_HI), hi,
-                PAGE_SIZE, BLOCK_N,
-            )  # fmt: skip
+            next_entry = line_of(more + index * W.ENTRY, W.ENTRY, index + 1 < num_walk)
+            lo, hi, page, tiles, clear, tail = tiles_of(entry, FORM)
             # [ROWS] each row's end, and its own place in the entry
-            last = word(entry, FIRST_ENTRY + END) + j * word(entry, FIRST_ENTRY + STEP)
-            distance = position - word(entry, FIRST_ENTRY + POSITION)
+            last = word(entry, W.FIRST_ENTRY + W.END) + j * word(entry, W.FIRST_ENTRY + W.STEP)
+            distance = position - word(entry, W.FIRST_ENTRY + W.POSITION)
             oldest = distance
-            if WINDOWED:
-                oldest = distance - word(begin, QUEUED + WINDOW) + 1
+            if FORM.windowed:
+                oldest = distance - word(begin, W.QUEUED + W.WINDOW) + 1
+            view = View(lo, hi, last, oldest, distance, slope, inputs.scale, inputs.softcap)
             if AHEAD:
                 skip = 0
                 if not alike:  # noqa: SIM102 - decided when compiled
                     if index == 0:
                         # Before the first tile there are no weights to sum.
                         skip = 1
-                        stage = base + count % ring
+                        stage = base + count % size
                         start = tile_start(0, page, clear, tail, BLOCK_N)
-                        score = _products(
-                            query, ring_memory, full, stage, (count // ring) & 1, BLOCK_N
-                        )
+                        score = _products(query, ring, stage, (count // size) & 1, FORM)
                         score = warpgroup_mma_wait(0, deps=(score,))
                         first_weight, running_max, denominator, _ = _weights(
-                            score, running_max, denominator, start, lo, hi, last, oldest, distance,
-                            slope, scale, softcap, BLOCK_N, True, WINDOWED, ALIBI, SOFTCAP,
-                        )  # fmt: skip
+                            score, running_max, denominator, start, view, True, FORM
+                        )
                         weight = gl.convert_layout(first_weight.to(dtype), operand)
-                        blank(boxes, STAGES + stage, start, lo, hi, BLOCK_N, BLOCK_D, BOX)
+                        blank(ring.boxes, stage, start, lo, hi, FORM)
                         count += 1
                 whole = tail - clear
                 for i in range(gl.minimum(skip, whole), whole):
                     running_max, denominator, total, weight, count = _step(
                         query, running_max, denominator, total, weight,
-                        page + (clear + i) * BLOCK_N, lo, hi, last, oldest, distance, slope, scale,
-                        softcap, ring_memory, boxes, full, empty, count, index + i == 0, base,
-                        ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, alike, False, WINDOWED,
-                        ALIBI, SOFTCAP,
+                        page + (clear + i) * BLOCK_N, view, ring, count, index + i == 0, base,
+                        size, arrivals, alike, False, FORM,
                     )  # fmt: skip
                 for i in range(gl.maximum(whole, skip), tiles):
                     running_max, denominator, total, weight, count = _step(
                         query, running_max, denominator, total, weight,
-                        tile_start(i, page, clear, tail, BLOCK_N), lo, hi, last, oldest, distance,
-                        slope, scale, softcap, ring_memory, boxes, full, empty, count,
-                        index + i == 0, base, ring, arrivals, BLOCK_N, STAGES, BOX, BLOCK_D, alike,
-                        True, WINDOWED, ALIBI, SOFTCAP,
+                        tile_start(i, page, clear, tail, BLOCK_N), view, ring, count,
+                        index + i == 0, base, size, arrivals, alike, True, FORM,
                     )  # fmt: skip
             else:
                 for i in range(tiles):
                     running_max, denominator, total, count = _tile(
-                        query, running_max, denominator, total, page + i * BLOCK_N, lo, hi, last,
-                        oldest, distance, slope, scale, softcap, ring_memory, boxes, full, empty,
-                        count, base, ring, arrivals, operand, BLOCK_N, STAGES, BOX, BLOCK_D,
-                        WINDOWED, ALIBI, SOFTCAP,
+                        query, running_max, denominator, total, page + i * BLOCK_N, view, ring,
+                        count, base, size, arrivals, operand, FORM,
                     )  # fmt: skip
             entry = next_entry
         if AHEAD:
-            before = base + (count - 1) % ring
-            total = warpgroup_mma(weight, ring_memory.index(STAGES + before), total, is_async=True)
-        next_query = load_query(q, next_row, head, first, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            before = base + (count - 1) % size
+            values = ring.tiles.index(FORM.stages + before)
+            total = warpgroup_mma(weight, values, total, is_async=True)
+        next_query = load_query(inputs.q, next_row, head, first, FORM)
         if AHEAD:
             total, weight = warpgroup_mma_wait(0, deps=(total, weight))
-            mbarrier.arrive(empty.index(before), count=arrivals)
+            mbarrier.arrive(ring.empty.index(before), count=arrivals)
         store_states(
             total, gl.convert_layout(running_max, slots),
-            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, word(this, SHARED),
-            head * GROUP + (first + gl.arange(0, ROWS, slots)) % GROUP, out, lse, part_out,
-            part_lse, NUM_KV_HEADS * GROUP, HEAD_DIM, 1,
+            gl.convert_layout(gl.sum(denominator, 1), slots), row, dest, word(this, W.SHARED),
+            head * GROUP + (first + gl.arange(0, ROWS, slots)) % GROUP, inputs, 1, FORM,
         )  # fmt: skip
         query.store(next_query)
         fence_async_shared()

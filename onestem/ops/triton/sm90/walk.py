@@ -1,29 +1,62 @@
-"""Reading of the work list, and the scores and states that both forms share."""
+"""What both forms share: reading of the work list, queries, scores and states."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from onestem.ops.triton.words import (
-    HEADER,
-    LN_2,
-    LOG2_E,
-    QUEUE_FEW,
-    QUEUE_HEAD,
-    QUEUE_START,
-    QUEUE_STOP,
-    QUEUED,
-    RECORD,
-)
+from onestem.ops.triton.words import LN_2, LOG2_E, W
 
 __all__ = [
-    "ROWS", "lane", "line_of", "next_stage", "over", "queue", "record_line", "scores", "section",
-    "start_of", "store_states", "tile_start", "tiles_of", "uniform", "word",
+    "ROWS", "Inputs", "Ring", "View", "blank", "lane", "line_of", "load_query", "next_stage",
+    "over", "query_rows", "queue", "record_line", "scores", "section", "start_of", "store_states",
+    "tile_start", "tiles_of", "uniform", "word",
 ]  # fmt: skip
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
+
+
+class Inputs(NamedTuple):
+    """The tensors of `attend_hopper` that its multiplying warps use, and how scores change."""
+
+    control: gl.tensor
+    q: gl.tensor
+    out: gl.tensor
+    lse: gl.tensor
+    part_out: gl.tensor
+    part_lse: gl.tensor
+    slopes: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+
+
+class Ring(NamedTuple):
+    """Shared memory of a program: its queries, the ring of tiles, the same memory as boxes, and the
+    barriers of each place of the ring."""
+
+    queries: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
+    boxes: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class View(NamedTuple):
+    """What an item's queries see of a walk entry, lo .. hi - 1: each one's end, oldest token and
+    own place; and how scores change, `slope` that of each query."""
+
+    lo: gl.tensor
+    hi: gl.tensor
+    last: gl.tensor
+    oldest: gl.tensor
+    distance: gl.tensor
+    slope: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
 
 
 @gluon.jit
@@ -51,7 +84,7 @@ def line_of(pointer, WORDS: gl.constexpr, there=True):
 @gluon.jit
 def record_line(records, item, stop):
     """An item's record; the last item's, if there is no such item."""
-    return line_of(records + gl.minimum(item, stop - 1) * RECORD, RECORD)
+    return line_of(records + gl.minimum(item, stop - 1) * W.RECORD, W.RECORD)
 
 
 @gluon.jit
@@ -80,34 +113,38 @@ def start_of(control, PART: gl.constexpr):
     """What half of a program begins with, in one load: the words of its queue, which are also its
     first item's record, then the list's header (`section`)."""
     i = lane()
-    queue = HEADER + (2 * gl.program_id(0) + PART) * QUEUED
-    return gl.load(control + gl.where(i < QUEUED, queue + i, i - QUEUED))
+    queue = W.HEADER + (2 * gl.program_id(0) + PART) * W.QUEUED
+    return gl.load(control + gl.where(i < W.QUEUED, queue + i, i - W.QUEUED))
 
 
 @gluon.jit
 def queue(start):
     """The items of half of a program: the first, their end, the KV head, and the first item with
     queries as columns (-1: the program multiplies)."""
-    item, stop = word(start, QUEUE_START), word(start, QUEUE_STOP)
-    return item, stop, word(start, QUEUE_HEAD), word(start, QUEUE_FEW)
+    item, stop = word(start, W.QUEUE_START), word(start, W.QUEUE_STOP)
+    return item, stop, word(start, W.QUEUE_HEAD), word(start, W.QUEUE_FEW)
 
 
 @gluon.jit
 def section(control, start, AT: gl.constexpr):
     """Where a section of the work list begins."""
-    return control + word(start, QUEUED + AT)
+    return control + word(start, W.QUEUED + AT)
 
 
 @gluon.jit
-def tiles_of(lo, clear_lo, clear_hi, hi, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The tiles of a walk entry: start of the first (at a page), their number, and the range that
-    all rows see whole: from `clear` on, before `tail`."""
-    begin = over(lo, PAGE_SIZE) * PAGE_SIZE
+def tiles_of(entry, FORM: gl.constexpr):
+    """The tiles of a walk entry: its range, start of the first tile (at a page), their number, and
+    those that all rows see whole: from `clear` on, before `tail`."""
+    BLOCK_N: gl.constexpr = FORM.block_n
+    lo, hi = word(entry, W.FIRST_ENTRY), word(entry, W.FIRST_ENTRY + W.HI)
+    clear_lo = word(entry, W.FIRST_ENTRY + W.CLEAR_LO)
+    clear_hi = word(entry, W.FIRST_ENTRY + W.CLEAR_HI)
+    begin = over(lo, FORM.page_size) * FORM.page_size
     tiles = over(hi - begin + BLOCK_N - 1, BLOCK_N)
     clear = over(gl.maximum(clear_lo, lo) - begin + BLOCK_N - 1, BLOCK_N)
     clear = gl.minimum(clear, tiles)
     tail = gl.maximum(over(gl.maximum(clear_hi - begin, 0), BLOCK_N), clear)
-    return begin, tiles, clear, gl.minimum(tail, tiles)
+    return lo, hi, begin, tiles, clear, gl.minimum(tail, tiles)
 
 
 @gluon.jit
@@ -136,41 +173,40 @@ def _approximate(NAME: gl.constexpr, x):
 
 
 @gluon.jit
-def scores(
-    product, n, lo, hi, last, oldest, distance, slope, scale, softcap, MASKED: gl.constexpr,
-    WINDOWED: gl.constexpr, ALIBI: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Scores of a tile from its products, in powers of two, and a factor still to be applied.
-
-    n: places of its tokens; last, oldest, distance, slope: of each query. All are shaped to be
-    broadcast to the tile's shape.
-    """
+def scores(product, start, view, AXIS: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr):
+    """Scores of a tile that begins at `start` from its products, in powers of two, and a factor
+    still to be applied. Tokens are along AXIS."""
+    across: gl.constexpr = gl.SliceLayout(1 - AXIS, product.type.layout)
+    n = gl.expand_dims(start + gl.arange(0, FORM.block_n, across), 1 - AXIS)
     score = product
-    if SOFTCAP:
-        exponent = gl.exp2(score * (scale / softcap * (2 * LOG2_E)))
-        score = softcap * LOG2_E * (1.0 - 2.0 / (1.0 + exponent))
-    elif ALIBI:
-        score = score * (scale * LOG2_E)
-    if ALIBI:
-        score += slope * (n - distance).to(gl.float32)
+    if FORM.softcap:
+        exponent = gl.exp2(score * (view.scale / view.softcap * (2 * LOG2_E)))
+        score = view.softcap * LOG2_E * (1.0 - 2.0 / (1.0 + exponent))
+    elif FORM.alibi:
+        score = score * (view.scale * LOG2_E)
+    if FORM.alibi:
+        distance = gl.expand_dims(view.distance, AXIS)
+        score += gl.expand_dims(view.slope, AXIS) * (n - distance).to(gl.float32)
     if MASKED:
-        seen = n < gl.minimum(last, hi)
-        if WINDOWED:
-            seen &= n >= gl.maximum(oldest, lo)
+        seen = n < gl.minimum(gl.expand_dims(view.last, AXIS), view.hi)
+        if FORM.windowed:
+            seen &= n >= gl.maximum(gl.expand_dims(view.oldest, AXIS), view.lo)
         else:
-            seen &= n >= lo
+            seen &= n >= view.lo
         score = gl.where(seen, score, float("-inf"))
-    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2_E
+    factor = 1.0 if FORM.softcap or FORM.alibi else view.scale * LOG2_E
     return score, factor
 
 
 @gluon.jit
 def store_states(
-    total, running_max, denominator, row, dest, kind, q_head, out, lse, part_out, part_lse,
-    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, AXIS: gl.constexpr,
+    total, running_max, denominator, row, dest, kind, q_head, inputs, AXIS: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """Store the states of an item's queries (row -1: none), as results or as partial states.
-    `total` has a head's dimensions along AXIS; from HEAD_DIM on nothing is stored."""
+    `total` has a head's dimensions along AXIS; those that heads do not have are not stored."""
+    NUM_HEADS: gl.constexpr = FORM.num_kv_heads * FORM.group
+    HEAD_DIM: gl.constexpr = FORM.head_dim
     layout: gl.constexpr = total.type.layout
     d = gl.arange(0, total.shape[AXIS], gl.SliceLayout(1 - AXIS, layout))  # [BLOCK_D]
     d = gl.expand_dims(d, 1 - AXIS)
@@ -181,15 +217,76 @@ def store_states(
     if kind != 1:
         final = (row >= 0) & (dest < 0)
         at = row.to(gl.int64) * NUM_HEADS + q_head
-        where = out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
+        where = inputs.out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
         there = gl.expand_dims(final, AXIS) & (d < HEAD_DIM)
-        gl.store(where, total.to(out.dtype.element_ty), mask=there)
-        gl.store(lse + at, log_sum * LN_2, mask=final)
+        gl.store(where, total.to(inputs.out.dtype.element_ty), mask=there)
+        gl.store(inputs.lse + at, log_sum * LN_2, mask=final)
     if kind != 0:
         partial = (row >= 0) & (dest >= 0)
         at = dest.to(gl.int64) * NUM_HEADS + q_head
-        where = part_out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
+        where = inputs.part_out + gl.expand_dims(at * HEAD_DIM, AXIS) + d
         there = gl.expand_dims(partial, AXIS) & (d < HEAD_DIM)
         # Keys and values are read once. States are read again at once: they should stay in the L2.
         gl.store(where, total, mask=there, eviction_policy="evict_last")
-        gl.store(part_lse + at, log_sum, mask=partial)
+        gl.store(inputs.part_lse + at, log_sum, mask=partial)
+
+
+@gluon.jit
+def _blank_box(boxes, first, start, lo, hi, STEP: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Set values of a box's tokens outside lo .. hi - 1 to 0, in all dimensions."""
+    box: gl.constexpr = boxes.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    n = start + gl.arange(0, box, gl.SliceLayout(1, layout))  # [BOX]
+    inside = ((n >= lo) & (n < hi))[:, None]
+    loaded = ()
+    for c in gl.static_range(BLOCK_D // 64):
+        box_values = boxes.index(first + c * STEP).load(layout)
+        # Triton has no unpacking.
+        loaded = loaded + (box_values,)  # type: ignore[assignment]  # noqa: RUF005
+    for c in gl.static_range(BLOCK_D // 64):
+        kept = gl.where(inside, loaded[c], gl.zeros_like(loaded[c]))
+        boxes.index(first + c * STEP).store(kept)
+
+
+@gluon.jit
+def blank(boxes, stage, start, lo, hi, FORM: gl.constexpr):
+    """Set values of slots outside the walk to 0, in the pages where it begins and ends. They may be
+    NaN, which a weight of 0 does not remove."""
+    BLOCK_N: gl.constexpr = FORM.block_n
+    BLOCK_D: gl.constexpr = FORM.block_d
+    BOX: gl.constexpr = FORM.box
+    across: gl.constexpr = BLOCK_N // BOX
+    first = (FORM.stages + stage) * (across * (BLOCK_D // 64))
+    begins = (lo > start) & (lo < start + BLOCK_N) & (lo % BOX != 0)
+    ends = (hi > start) & (hi < start + BLOCK_N) & (hi % BOX != 0)
+    if begins | ends:
+        if begins:
+            i = (lo - start) // BOX
+            _blank_box(boxes, first + i, start + i * BOX, lo, hi, across, BLOCK_D)
+        if ends:
+            i = (hi - start) // BOX
+            _blank_box(boxes, first + i, start + i * BOX, lo, hi, across, BLOCK_D)
+        fence_async_shared()
+
+
+@gluon.jit
+def query_rows(rows, record, first, COUNT: gl.constexpr, FORM: gl.constexpr, there=True):
+    """The rows of queries first .. first + COUNT - 1 of an item; -1: there is none."""
+    across: gl.constexpr = FORM.block_d // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    j = (first + gl.arange(0, COUNT, gl.SliceLayout(1, layout))) // FORM.group  # [COUNT]
+    num_rows = gl.where(there, word(record, W.NUM_ROWS), 0)
+    return gl.load(rows + word(record, W.ROW_START) + j, mask=j < num_rows, other=-1)
+
+
+@gluon.jit
+def load_query(q, row, head, first, FORM: gl.constexpr):
+    """The queries of rows (`query_rows`); 0 for rows of -1, and after a head's dimensions."""
+    GROUP: gl.constexpr = FORM.group
+    HEAD_DIM: gl.constexpr = FORM.head_dim
+    layout: gl.constexpr = row.type.layout.parent
+    m = first + gl.arange(0, row.shape[0], gl.SliceLayout(1, layout))  # [COUNT]
+    d = gl.arange(0, FORM.block_d, gl.SliceLayout(0, layout))  # [BLOCK_D]
+    at = (row.to(gl.int64) * (FORM.num_kv_heads * GROUP) + head * GROUP + m % GROUP) * HEAD_DIM
+    there = (row >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+    return gl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)

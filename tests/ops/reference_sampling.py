@@ -1,16 +1,17 @@
-"""Random numbers that are a pure function of where they are used.
+"""The definition of a draw, in float64, with random numbers that are a pure function of their use.
 
 A token's noise is computed from (seed, sequence, token index, id) by a counter-based generator,
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). There is no
-state, so the batch, the order of requests, a preemption or a resumed job changes nothing.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["noise_bits", "philox4x32", "waiting_times"]
+from onestem.ops.sampling.torch_impl import WEIGHT_BITS
 
 _MASK_32 = np.uint64(0xFFFFFFFF)
 _SHIFT_32 = np.uint64(32)
@@ -66,3 +67,42 @@ def waiting_times(bits: Words) -> NDArray[np.float64]:
     low = (bits.astype(np.float64) + 0.5) * 2.0**-64  # 1 - u
     high = ((~bits).astype(np.float64) + 0.5) * 2.0**-64  # u
     return np.where(bits < half, -np.log1p(-np.minimum(low, 0.5)), -np.log(high))
+
+
+def keep(
+    logits: NDArray[np.float64], *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> NDArray[np.int64]:
+    """Ids that may be drawn: top-k, then top-p of their mass, and min-p; equal logits by id."""
+    order = np.lexsort((np.arange(len(logits)), -logits))[: top_k if top_k > 0 else None]
+    top = logits[order[0]]
+    weights = np.floor(np.exp((logits[order] - top) / temperature) * 2.0**WEIGHT_BITS)
+    before = np.cumsum(weights) - weights
+    inside = before < top_p * weights.sum() if top_p < 1 else np.ones(len(order), bool)
+    if min_p > 0:
+        inside &= logits[order] >= top + temperature * math.log(min_p)
+    return order[inside & (logits[order] > -np.inf)]
+
+
+def draw(
+    logits: NDArray[np.floating],
+    *,
+    seed: int,
+    sequence: int,
+    token: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> int:
+    """The token after `token` others of a sequence: the kept id with the shortest wait, where id i
+    waits `-log(u_i) / exp(logit_i / temperature)` (an exponential race).
+
+    That is the argmax of `logit / temperature - log(-log u)`, so id i wins with its probability. A
+    temperature of 0 takes the highest logit. Of equals, the lowest id wins.
+    """
+    x = np.asarray(logits, np.float64)
+    if temperature == 0:
+        return int(x.argmax())
+    ids = np.sort(keep(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    waits = waiting_times(noise_bits(seed, sequence, token, ids))
+    return int(ids[np.argmax(x[ids] / temperature - np.log(waits))])

@@ -1,0 +1,167 @@
+"""Where a decoder's tensors lie in a GGUF file, and how they are arranged there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onestem.errors import WeightsError
+from onestem.models.cuts import Cut
+from onestem.models.gguf.architectures import NAMES, Architecture, architecture_of
+from onestem.models.gguf.file import RawTensor, open_gguf
+from onestem.models.gguf.values import values_of
+from onestem.models.names import Role, listed
+from onestem.models.tensors import Kind, Tensors, TensorSpec
+
+__all__ = ["GgufTensor", "gguf_tensors"]
+
+# Tensors that are fields of the model, and read with them.
+_FIELDS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+Arrange = Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a decoder, made of one or two of a file.
+
+    Attributes:
+        arrange: makes it of theirs.
+        offset: subtracted from their numbers, which have it in the file.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[RawTensor, ...]
+    arrange: Arrange
+    offset: float = 0.0
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].name
+
+    def read(self, cut: Cut | None, dtype: torch.dtype) -> Tensor:
+        """The tensor, or a part of it, in `dtype`."""
+        if self.offset:
+            read = [(values_of(part, torch.float32) - self.offset).to(dtype) for part in self.parts]
+        else:
+            read = [values_of(part, dtype) for part in self.parts]
+        whole = self.arrange(read).reshape(self.shape)
+        return whole if cut is None else cut.of(whole)
+
+
+def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
+    """All `tensors`, by their names in a checkpoint.
+
+    Raises:
+        WeightsError: names what is missing, unknown or of another shape.
+    """
+    file = open_gguf(path)
+    one = architecture_of(file)
+    found, missing, wrong = {}, [], []
+    used = set(_FIELDS)
+    for spec in tensors:
+        shapes, arrange = _arranged(spec, tensors, one)
+        parts = []
+        for name, shape in shapes.items():
+            used.add(name)
+            raw = file.tensors.get(name)
+            if raw is None:
+                missing.append(name)
+            elif _squeezed(raw.shape) != _squeezed(shape):
+                wrong.append(f"{name} is {list(raw.shape)}, expected {list(shape)}")
+            else:
+                parts.append(raw)
+        offset = tensors.config.norm_offset if spec.kind is Kind.NORM else 0.0
+        found[spec.name] = GgufTensor(spec.shape, tuple(parts), arrange, offset)
+    if missing:
+        needs = f"tensors that {file.header.fields['general.architecture']} needs"
+        raise WeightsError(f"{path} lacks {needs}: {listed(missing)}")
+    if wrong:
+        raise WeightsError(f"{path} holds tensors of other shapes: {listed(wrong)}")
+    unknown = sorted(set(file.tensors) - used)
+    if unknown:
+        kind = file.header.fields["general.architecture"]
+        raise WeightsError(f"{path} holds tensors that {kind} has no place for: {listed(unknown)}")
+    return found
+
+
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Without dimensions of 1, which converters leave out."""
+    return [size for size in shape if size != 1]
+
+
+def _arranged(
+    spec: TensorSpec, tensors: Tensors, one: Architecture
+) -> tuple[dict[str, tuple[int, ...]], Arrange]:
+    """Names and shapes of the file's tensors that make one up, and how they do."""
+    config, names = tensors.config, {**NAMES, **one.names}
+    if config.block == "parallel_two_norms":  # of Falcon, which has one norm before both otherwise
+        names |= {Role.INPUT_NORM: "attn_norm_2", Role.POST_NORM: "attn_norm"}
+    at = "" if spec.layer is None else f"blk.{spec.layer}."
+    end = "bias" if spec.kind is Kind.BIAS else "weight"
+
+    def named(*roles: Role) -> list[str]:
+        return [f"{at}{names[role]}.{end}" for role in roles]
+
+    shape = spec.shape
+    if spec.transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    arrange: Arrange = _as_it_is
+    roles: tuple[Role, ...] = (spec.role,)
+    if spec.role is Role.EXPERTS_UP:
+        roles = (Role.EXPERT_GATE, Role.EXPERT_UP)
+        shape = (shape[0], shape[1] // 2, *shape[2:])
+        arrange = _alternating if tensors.alternates else _joined
+    elif spec.role is Role.EXPERTS_DOWN:
+        roles = (Role.EXPERT_DOWN,)
+    elif one.turned and spec.role in (Role.Q, Role.K):
+        heads = config.num_q_heads if spec.role is Role.Q else config.num_kv_heads
+        arrange = partial(_by_halves, heads)
+    elif spec.role is Role.QKV and config.tensor_names.grouped:
+        arrange = partial(_by_kv_head, config.num_q_heads, config.num_kv_heads)
+    if spec.transposed:
+        arrange = partial(_transposed, arrange)
+    return dict.fromkeys(named(*roles), shape), arrange
+
+
+def _as_it_is(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def _transposed(arrange: Arrange, parts: Sequence[Tensor]) -> Tensor:
+    return arrange(parts).mT.contiguous()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Gate, then up, of each expert."""
+    return torch.cat(list(parts), dim=1)
+
+
+def _alternating(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of gate and up in turns."""
+    return torch.stack(list(parts), dim=2).flatten(1, 2)
+
+
+def _by_halves(heads: int, parts: Sequence[Tensor]) -> Tensor:
+    """Rows of each head for pairs (i, i + half), where the file has them as neighbours."""
+    rows = parts[0]
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _by_kv_head(q_heads: int, kv_heads: int, parts: Sequence[Tensor]) -> Tensor:
+    """For each KV head its query heads, its k and its v, where the file has all q, all k, all v."""
+    rows = parts[0]
+    size = rows.shape[0] // (q_heads + 2 * kv_heads)
+    spans = [q_heads * size, kv_heads * size, kv_heads * size]
+    grouped = [part.view(kv_heads, -1, *rows.shape[1:]) for part in rows.split(spans)]
+    return torch.cat(grouped, dim=1).reshape(rows.shape)

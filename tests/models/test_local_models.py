@@ -1,0 +1,94 @@
+"""Models that other programs keep on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from onestem.errors import ConfigError
+from onestem.models import local
+from onestem.models.local import find_local, local_models, names_of
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home with nothing in it, and no packages that have models."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setattr(local, "distributions", list)
+    monkeypatch.setattr(local, "OLLAMA", local.OLLAMA[:1])
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return tmp_path
+
+
+def make(path, content="x"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+def ollama(store, name, tag, digest, kind=local.MODEL_LAYER):
+    layers = [{"mediaType": "other", "digest": "sha256:no"}, {"mediaType": kind, "digest": digest}]
+    manifest = store / "manifests" / "registry.ollama.ai" / "library" / name / tag
+    make(manifest, json.dumps({"layers": layers}))
+
+
+def test_nothing_is_here(home):
+    assert local_models() == []
+    assert find_local("smollm2") is None
+
+
+def test_what_programs_keep_is_found(home):
+    hub = home / "hub" / "models--Owner--Small-1B"
+    make(hub / "refs" / "main", "abc")
+    make(hub / "snapshots" / "abc" / "config.json", "{}")
+    weights = make(hub / "snapshots" / "abc" / "model.safetensors", "12345")
+    make(home / "hub" / "models--Owner--No-Weights" / "snapshots" / "abc" / "config.json", "{}")
+    store = home / ".ollama" / "models"
+    ollama(store, "Llama3.2", "latest", "sha256:aa")
+    ollama(store, "llama3.2", "1b", "sha256:bb")
+    ollama(store, "gone", "latest", "sha256:cc")
+    ollama(store, "adapter", "latest", "sha256:aa", kind="application/vnd.ollama.image.adapter")
+    make(store / "manifests" / "broken", "{")
+    latest, small = (make(store / "blobs" / f"sha256-{name}", "xyz") for name in ("aa", "bb"))
+    here = make(home / "here" / "Tiny-Q4.gguf")
+    parts = [make(home / "here" / f"big-0000{i}-of-00002.gguf", "1234") for i in (1, 2)]
+    cached = make(home / ".cache" / "llama.cpp" / "deep" / "Other.gguf")
+    found = {(one.name, one.kept_by): one for one in local_models()}
+    assert {key: one.path.resolve() for key, one in found.items()} == {
+        ("big", "file"): parts[0],
+        ("llama3.2", "ollama"): latest,
+        ("llama3.2:1b", "ollama"): small,
+        ("other", "file"): cached,
+        ("small-1b", "hub"): weights.parent,
+        ("tiny-q4", "file"): here,
+    }
+    assert found["small-1b", "hub"].num_bytes == 5
+    assert found["big", "file"].num_bytes == 8
+    assert find_local("TINY-Q4").resolve() == here
+
+
+def test_two_of_a_name_are_refused_with_their_paths(home):
+    paths = [make(home / name / "same.gguf") for name in ("here", ".cache/llama.cpp")]
+    with pytest.raises(ConfigError, match="may be any of") as refused:
+        find_local("same")
+    assert str(paths[1]) in str(refused.value)
+
+
+def test_a_store_that_may_not_be_read_is_passed_over(home, monkeypatch):
+    monkeypatch.setenv("OLLAMA_MODELS", str(home / "none"))
+    make(home / "here" / "a.gguf")
+    assert [one.name for one in local_models()] == ["a"]
+
+
+def test_requests_may_give_the_short_name_or_the_path(home):
+    file = make(home / "here" / "Tiny-Q4.gguf")
+    assert names_of("tiny-q4", file) == ("tiny-q4", str(file))
+    assert names_of("Tiny-Q4.gguf", file) == ("tiny-q4", "Tiny-Q4.gguf")
+    assert names_of(str(file), file) == ("tiny-q4", str(file))
+    assert names_of("owner/name", home) == ("owner/name",)
+    assert names_of(str(home), home) == (str(home),)

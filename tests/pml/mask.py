@@ -1,0 +1,34 @@
+"""Which token sees which in a compiled prompt: the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onestem.pml import CompiledPrompt
+
+
+def visible(compiled: CompiledPrompt) -> np.ndarray:
+    """Which tokens each token sees; the definition of the three isolations.
+
+    Cached use equals a full pass over all tokens with this mask, at `compiled.positions`.
+
+    Returns:
+        bool `[num_tokens, num_tokens]`, rows see columns; tokens in the order of the segments.
+    """
+    segment = compiled.segment_of
+    position = compiled.positions
+    index = np.arange(len(segment))
+    kinds = np.array([s.kind for s in compiled.segments])[segment]
+    encoded = (kinds == "cached") | (kinds == "placeholder")
+    attends = np.zeros((len(compiled.segments),) * 2, dtype=bool)
+    for number, one in enumerate(compiled.segments):
+        attends[number, list(one.attends)] = True
+
+    causal = index[None, :] <= index[:, None]
+    itself = (segment[:, None] == segment[None, :]) & causal
+    encoded_rows = attends[segment[:, None], segment[None, :]] | itself
+
+    computed_rows = position[None, :] <= position[:, None]
+    if compiled.isolation == "isolated":
+        computed_rows = np.where(encoded[None, :], kinds[None, :] == "cached", computed_rows)
+    return np.where(encoded[:, None], encoded_rows, computed_rows)
