@@ -32,9 +32,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from onestem.batch import SpooledPrompts
+from onestem.batch import JobInput, Rules, SpooledPrompts
 from onestem.batch.first_lines import FirstLines
-from onestem.batch.spool import COLUMNS, Spool, write_spool
+from onestem.batch.first_pass import write_spool
+from onestem.batch.spool import LINE, Spool
 from onestem.batch.workplace import Workplace
 from onestem.cost import Work
 from onestem.engine.text.tokenizer import Tokenizer
@@ -120,7 +121,7 @@ def write_job(prompts: int, place: Workplace) -> None:
                 for i in range(part.start, part.stop)
             ]
             requests.write(b"".join(records))
-            rows = np.empty((len(records), len(COLUMNS)), np.int64)
+            rows = np.empty((len(records), len(LINE)), np.int64)
             lengths, sizes = job.lengths(part), np.array([len(record) for record in records])
             rows[:, 0] = np.arange(part.start, part.stop) + 1
             rows[:, 1] = first_id + np.cumsum(lengths) - lengths
@@ -262,14 +263,14 @@ def measure_reading(folder: Path) -> dict[str, Any]:
         place = Workplace(folder / "read.jsonl")
         place.folder.mkdir(exist_ok=True)
         began = time.process_time()
+        source = JobInput(folder / "in.jsonl")
         write_spool(
-            folder / "in.jsonl",
+            source,
             place,
             "plan",
-            tokenizer=tokenizer,
-            validate=lambda request: None,
-            on_chunk=lambda lines, at: None,
-            first_lines=FirstLines(folder / "in.jsonl", keep_going=False, tell=None),
+            Rules(tokenizer=tokenizer, validate=lambda request: None),
+            on_chunk=lambda num_bytes: None,
+            first_lines=FirstLines(source, keep_going=False, tell=None),
         )
         spent = time.process_time() - began
         tokens = place.ids.stat().st_size // 4

@@ -1,5 +1,6 @@
 """Offline jobs: OpenAI's batch format in and out, resumable, in bounded memory. No torch."""
 
+from onestem.batch.first_pass import Rules, output_lengths
 from onestem.batch.identity import model_identity
 from onestem.batch.inputs import JobInput
 from onestem.batch.interface import (
@@ -13,8 +14,7 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.lengths import ASSUMED_TOKENS, OpenEnded, expected_outputs
-from onestem.batch.planned import PlannedLines
-from onestem.batch.spool import Tokenizer, output_lengths
+from onestem.batch.spool import Tokenizer
 
 __all__ = [
     "ASSUMED_TOKENS",
@@ -24,9 +24,9 @@ __all__ = [
     "JobInterrupted",
     "JobSummary",
     "OpenEnded",
-    "PlannedLines",
     "Planner",
     "Progress",
+    "Rules",
     "SpooledPrompts",
     "Tokenizer",
     "expected_outputs",

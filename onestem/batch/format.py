@@ -68,10 +68,12 @@ class BatchRequest:
 
     @property
     def prompt(self) -> Prompt:
+        """The prompt; a line has one."""
         return self.asked.prompts[0]
 
     @property
     def is_scored(self) -> bool:
+        """Whether it asks for scores of given tokens."""
         return self.asked.kind == "score"
 
 

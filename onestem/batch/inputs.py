@@ -8,8 +8,6 @@ so on). These are read one after the other, in the order of their names.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from onestem.batch.format import BatchLine, LineError
-from onestem.batch.lines import MAX_LINE_BYTES, See, lines_of, open_file, too_long, unseen
-from onestem.batch.tables import data_errors, rows_of
+from onestem.batch.lines import MAX_LINE_BYTES, See, Seen, lines_of, open_file, too_long, unseen
+from onestem.batch.tables import data_errors, json_row, rows_of
 from onestem.batch.templates import Recipe, expected_columns
-from onestem.errors import RequestError
-from onestem.openai.read import read_object
 from onestem.options import InputOptions
 
 __all__ = ["InputSurvey", "JobInput", "Numbered"]
@@ -81,7 +77,7 @@ class JobInput:
 
     def survey(self) -> InputSurvey:
         """Hash the input and count its lines."""
-        seen = _Seen()
+        seen = Seen()
         if self._rows is None:
             with open_file(self.path) as file:
                 count = sum(1 for _ in lines_of(file, seen))
@@ -95,58 +91,33 @@ class JobInput:
 
         `see` gets every byte of the input, in the order of `survey`.
         """
-        if self._rows is None:
-            with open_file(self.path) as file:
-                for number, raw in lines_of(file, see):
-                    yield number, self._of_json(number, raw)
-            return
-        assert self.recipe is not None  # else the table would have been refused
-        with data_errors(self.path):
-            for number, row in enumerate(self._rows.read(self.recipe.columns, see), start=1):
-                yield number, self._line(number, row)
+        return ((number, self._line(number, item)) for number, item in self._items(see))
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """(number, row) of each readable row, for an input with a template."""
-        assert self.recipe is not None
+        return ((number, row) for number, row in self._items(unseen) if isinstance(row, Mapping))
+
+    def _items(self, see: See) -> Iterator[tuple[int, bytes | Mapping[str, Any] | LineError]]:
+        """(number, item) of each line, or of each row where there is a template."""
         if self._rows is not None:
+            assert self.recipe is not None  # else the table would have been refused
             with data_errors(self.path):
-                for number, row in enumerate(self._rows.read(self.recipe.columns, unseen), 1):
-                    if not isinstance(row, LineError):
-                        yield number, row
+                yield from enumerate(self._rows.read(self.recipe.columns, see), start=1)
             return
         with open_file(self.path) as file:
-            for number, raw in lines_of(file, unseen):
-                with contextlib.suppress(RequestError):
-                    if isinstance(raw, bytes):
-                        yield number, read_object(raw)
+            for number, raw in lines_of(file, see):
+                yield number, raw if self.recipe is None else json_row(raw)
 
-    def _of_json(self, number: int, raw: bytes | LineError) -> BatchLine | LineError:
-        if isinstance(raw, LineError):
-            return raw
-        if self.recipe is None:
-            return BatchLine(raw)
-        try:
-            return self._line(number, read_object(raw, "the line"))
-        except RequestError as error:
-            return LineError("invalid_json_line", str(error))
-
-    def _line(self, number: int, row: Mapping[str, Any] | LineError) -> BatchLine | LineError:
+    def _line(
+        self, number: int, item: bytes | Mapping[str, Any] | LineError
+    ) -> BatchLine | LineError:
+        if isinstance(item, LineError):
+            return item
+        if isinstance(item, bytes):
+            return BatchLine(item)
         assert self.recipe is not None
-        if isinstance(row, LineError):
-            return row
         try:
-            line = self.recipe.line(number, row)
+            line = self.recipe.line(number, item)
         except LineError as error:
             return error
         return too_long("row") if len(line.raw) > MAX_LINE_BYTES else line
-
-
-class _Seen:
-    """Counts and hashes bytes."""
-
-    def __init__(self) -> None:
-        self.digest, self.num_bytes = hashlib.sha256(), 0
-
-    def __call__(self, raw: bytes) -> None:
-        self.digest.update(raw)
-        self.num_bytes += len(raw)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from onestem.batch.results import split_result_id
+from onestem.batch.results import line_number_of
 from onestem.batch.spool import Spool
 from onestem.errors import JobError
 from onestem.planner import JobPlan
+from onestem.planner.sort import IntArray
 from onestem.request import Request, RequestOutput
 
 __all__ = [
@@ -29,15 +30,6 @@ __all__ = [
 ]
 
 Stage = Literal["read", "run", "write"]
-IntArray = npt.NDArray[np.int64]
-
-
-class Planner(Protocol):
-    """`onestem.planner.plan_job` with its options bound."""
-
-    def __call__(
-        self, prompts: SpooledPrompts, /, *, output_lengths: IntArray | None
-    ) -> JobPlan: ...
 
 
 class EngineDiedError(JobError):
@@ -57,6 +49,8 @@ class EngineDiedError(JobError):
 DIED_TWICE = "the engine died twice while it answered this line"
 """Beginning of the message of a line that engines died with."""
 
+# `onestem.planner.plan_job` with its options bound.
+Planner = Callable[..., JobPlan]
 # Pulls requests as it has room, returns outputs in any order; raises `EngineDiedError`.
 Run = Callable[[Iterable[Request]], Iterable[RequestOutput]]
 
@@ -114,10 +108,12 @@ class JobSummary:
 
     @property
     def ok(self) -> int:
+        """Lines with an answer."""
         return self.total - self.failed
 
     @property
     def exit_code(self) -> int:
+        """Of a command that runs the job: 1 if a line failed."""
         return 1 if self.failed else 0
 
     def last_line(self) -> str:
@@ -127,6 +123,7 @@ class JobSummary:
         return f"{self.output}: {done}: {self.total} lines, {self.failed} failed{damaged}"
 
     def add(self, output: RequestOutput) -> None:
+        """Count an answer of this run."""
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_cached_tokens += output.metrics.num_cached_tokens
         self.num_computed_tokens += output.metrics.num_computed_tokens
@@ -167,9 +164,7 @@ class SpooledPrompts:
 
     def place_of(self, request_id: str) -> int | None:
         """Index of a line's request among these prompts; None: it is not one of them."""
-        name = split_result_id(request_id)
-        assert name is not None, f"a request of nobody: {request_id}"
-        index = self._spool.index_of(name[1])
+        index = self._spool.index_of(line_number_of(request_id))
         place = int(np.searchsorted(self._indices, index))
         there = place < len(self) and self._indices[place] == index
         return place if there else None

@@ -11,16 +11,13 @@
 
 A process killed at any point continues with the same command. 1 and 2 depend on the input alone and
 are repeated where incomplete, 3 goes on after the last whole line, 4 is repeated. Ids and seeds
-come from the job and `custom_id`. So the file equals that of a run without interruption, as far as
-the engine's answer to a request does not depend on what else is in its steps. (Other batches sum in
-another order, so log-probabilities agree only to float32 rounding.) Lines that ended in an error
-are not tried again.
+come from the job and `custom_id`. So the file equals that of a run without interruption, but for
+log-probabilities, which agree to float32 rounding where steps were composed otherwise. Lines that
+ended in an error are not tried again.
 
 Memory, beside that of tokenizer, planner and engine: about 100 bytes per line of the job, and tens
-of MiB for a chunk of 256 lines or one line of 16 MiB. Token ids are read for planning, and again
-when the engine pulls a request.
-Disk: 4 bytes per prompt token, as much again while a job is planned, and twice the size of the
-output at the end.
+of MiB for a chunk of lines. Disk: 4 bytes per prompt token, as much again while a job is planned,
+and twice the size of the output at the end.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ import numpy as np
 
 from onestem.batch.claim import Claim
 from onestem.batch.first_lines import FirstLines
+from onestem.batch.first_pass import CHUNK_LINES, Rules, write_spool
 from onestem.batch.inputs import InputSurvey, JobInput
 from onestem.batch.interface import (
     DIED_TWICE,
@@ -54,19 +52,14 @@ from onestem.batch.interface import (
 from onestem.batch.journal import UNKNOWN, Journal, ResultCounts
 from onestem.batch.lengths import OpenEnded
 from onestem.batch.planned import PlannedLines
-from onestem.batch.results import answer_line, error_line, split_result_id
+from onestem.batch.results import answer_line, error_line, line_number_of
 from onestem.batch.spool import (
-    CHUNK_LINES,
-    CompilePml,
     DamagedSpoolError,
     Spool,
     SpooledError,
     SpooledRequest,
-    Tokenizer,
-    Validate,
     as_begun,
     spool_facts,
-    write_spool,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
@@ -81,19 +74,14 @@ log = logging.getLogger(__name__)
 def run_job(
     source: str | os.PathLike[str] | JobInput,
     output_path: str | os.PathLike[str],
+    rules: Rules,
     *,
-    tokenizer: Tokenizer | None,
-    validate: Validate,
     run: Run,
     planner: Planner | None,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
     model_identity: str,
     model_name: str,
-    model_names: Collection[str] | None = None,
     options: Mapping[str, Any],
     token_bytes: Callable[[int], bytes] | None = None,
-    compile_pml: CompilePml | None = None,
     force: bool = False,
     keep_going: bool = False,
     line_by_line: bool = False,
@@ -106,24 +94,16 @@ def run_job(
 
     Args:
         source: a file of batch lines, or an input of another form.
-        tokenizer: None: the model has none; then lines need token ids and results carry them.
-        validate: raises `RequestError` for a request that can never be answered.
         run: the engine; planned lines are passed as `PlannedLines`. An output with finish_reason
             "error" becomes an error object, whose message is the `stop_reason` if that is text. An
             output with "abort" counts as not answered.
         planner: None: input order.
-        max_model_len: at which answers end, whatever `max_tokens` says.
-        max_num_seqs: what `validate` allows of answers to a prompt. Where this or `max_model_len`
-            was another before, lines that have no answer are checked again.
         model_identity: differs whenever weights, config or tokenizer do.
-        model_name: `model` in results.
-        model_names: lines that name another model get an error. None: lines may name any, and
-            results have `model_name`.
+        model_name: `model` in results of lines that name none, or where they may name any.
         options: all other options that change answers, by the names that users know; nothing that
-            another start would draw or measure again.
+            another start would draw or measure again. The schemas of `rules.compile_pml` are among
+            them.
         token_bytes: the bytes of a token, for log-probabilities.
-        compile_pml: markup and isolation to segments; None: lines with `pml` get an error. Put its
-            schemas in `options`.
         force: delete an output, or unfinished work on it, of another job. This job's own work is
             always continued.
         keep_going: continue even if none of the first 256 lines can be answered.
@@ -155,15 +135,21 @@ def run_job(
         options={**options, **source.identity},
     )
     job = _Job(
-        source, place, survey, identity,
-        tokenizer=tokenizer, validate=validate, run=run, planner=planner,
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, model_names=model_names,
-        token_bytes=token_bytes, compile_pml=compile_pml,
-        tell=on_progress or (lambda progress: None), warn=on_warning,
-        first_lines=FirstLines(source, keep_going=keep_going, tell=on_first_error),
-        line_by_line=line_by_line,
-        on_open_ended=on_open_ended,
-    )  # fmt: skip
+        source,
+        place,
+        survey,
+        identity,
+        rules,
+        run,
+        planner,
+        token_bytes,
+        FirstLines(source, keep_going=keep_going, tell=on_first_error),
+        1 if line_by_line else CHUNK_LINES,
+        on_progress or (lambda progress: None),
+        on_warning,
+        on_open_ended,
+        JobSummary(output=place.output, total=survey.num_lines),
+    )
     summary = job.go(force)
     summary.seconds = time.perf_counter() - began
     return summary
@@ -178,167 +164,142 @@ def _check_apart(source: Path, place: Workplace) -> None:
         raise JobError(f"{place.output} is inside of the input {source}: choose another output")
 
 
+@dataclass(eq=False)
 class _Job:
-    """The steps of `run_job`, under the lock."""
+    """The steps of `run_job`, under the lock.
 
-    def __init__(
-        self,
-        source: JobInput,
-        place: Workplace,
-        survey: InputSurvey,
-        identity: JobIdentity,
-        *,
-        tokenizer: Tokenizer | None,
-        validate: Validate,
-        run: Run,
-        planner: Planner | None,
-        max_model_len: int | None,
-        max_num_seqs: int | None,
-        model_names: Collection[str] | None,
-        token_bytes: Callable[[int], bytes] | None,
-        compile_pml: CompilePml | None,
-        tell: Callable[[Progress], object],
-        warn: Callable[[str], object],
-        first_lines: FirstLines,
-        line_by_line: bool,
-        on_open_ended: Callable[[OpenEnded], object] | None,
-    ) -> None:
-        self._source, self._place = source, place
-        self._survey, self._identity = survey, identity
-        self._tokenizer, self._validate = tokenizer, validate
-        self._run, self._planner = run, planner
-        self._model_names = model_names
-        self._checked = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        self._token_bytes, self._tell, self._warn = token_bytes, tell, warn
-        self._compile_pml = compile_pml
-        self._first_lines, self._on_open_ended = first_lines, on_open_ended
-        self._chunk_lines = 1 if line_by_line else CHUNK_LINES
-        self._summary = JobSummary(output=place.output, total=survey.num_lines)
-        self._counts = ResultCounts()
-        self._num_written = 0  # results of this run
+    Attributes:
+        counts: of the journal.
+        num_written: results of this run.
+    """
+
+    source: JobInput
+    place: Workplace
+    survey: InputSurvey
+    identity: JobIdentity
+    rules: Rules
+    run: Run
+    planner: Planner | None
+    token_bytes: Callable[[int], bytes] | None
+    first_lines: FirstLines
+    chunk_lines: int
+    tell: Callable[[Progress], object]
+    warn: Callable[[str], object]
+    on_open_ended: Callable[[OpenEnded], object] | None
+    summary: JobSummary
+    counts: ResultCounts = field(default_factory=ResultCounts)
+    num_written: int = 0
 
     def go(self, force: bool) -> JobSummary:
         """Run it, alone in its place, to its end."""
-        with self._place.locked():
+        with self.place.locked():
             try:
                 return self._go(force)
             except KeyboardInterrupt as error:
-                raise JobInterrupted(self._how_to_go_on()) from error
-
-    def _how_to_go_on(self) -> str:
-        done, total = self._counts.done, self._summary.total
-        return (
-            f"interrupted: {done} of {total} lines are done and kept beside {self._place.output}: "
-            "the same command goes on from there"
-        )
+                raise JobInterrupted(
+                    f"interrupted: {self.counts.done} of {self.summary.total} lines are done and "
+                    f"kept beside {self.place.output}: the same command goes on from there"
+                ) from error
 
     def _go(self, force: bool) -> JobSummary:
-        with file_errors(self._place.output):
-            claim = Claim(self._place, self._identity, self._checked["max_model_len"], self._warn)
-            complete = claim.complete(self._survey.num_lines, force)
+        with file_errors(self.place.output):
+            claim = Claim(self.place, self.identity, self.rules.max_model_len, self.warn)
+            complete = claim.complete(self.survey.num_lines, force)
             if complete is not None:
-                self._summary.resumed, self._summary.failed = complete.done, complete.failed
-                self._summary.already_complete = True
-                return self._summary
+                self.summary.resumed, self.summary.failed = complete.done, complete.failed
+                self.summary.already_complete = True
+                return self.summary
             claim.take(force)
-            self._identity = claim.identity
+            self.identity = claim.identity
         try:
             self._answer_all()
         except DamagedSpoolError as error:
-            self._warn(f"{error.path} was damaged: the input is read again, answers are kept")
-            with file_errors(self._place.output):
-                self._place.write_manifest(self._identity.record())  # of no spool
+            self.warn(f"{error.path} was damaged: the input is read again, answers are kept")
+            with file_errors(self.place.output):
+                self.place.write_manifest(self.identity.record())  # of no spool
             self._answer_all()
-        with file_errors(self._place.output):
-            self._place.publish()
-            self._place.discard()
-        return self._summary
+        with file_errors(self.place.output):
+            self.place.publish()
+            self.place.discard()
+        return self.summary
 
     def _answer_all(self) -> None:
         """Read the input, where no earlier run has, and answer what has no answer."""
         began = time.perf_counter()
-        with file_errors(self._place.output):
+        with file_errors(self.place.output):
             self._read()
-            identity = self._identity
-            spool = Spool(self._place, identity.job, self._compile_pml, identity.whitespace)
-        self._summary.read_seconds += time.perf_counter() - began
+            identity = self.identity
+            spool = Spool(self.place, identity.job, self.rules.compile_pml, identity.whitespace)
+        self.summary.read_seconds += time.perf_counter() - began
         with contextlib.closing(spool):
             self._tell_open_ended(spool)
             self._compute(spool)
 
-    # -- first pass
-
     def _read(self) -> None:
         """Do the first pass, unless its complete result exists."""
-        manifest = self._place.read_manifest()
-        known = spool_facts(self._place) | self._checked
+        manifest = self.place.read_manifest()
+        known = spool_facts(self.place) | self.rules.checked
         if manifest is not None and manifest.get("spool") == known:
             return
         try:
             sha256, facts = write_spool(
-                self._source,
-                self._place,
-                self._identity.job,
-                tokenizer=self._tokenizer,
-                validate=self._check,
+                self.source,
+                self.place,
+                self.identity.job,
+                replace(self.rules, validate=self._check),
                 on_chunk=self._tell_read,
-                chunk_lines=self._chunk_lines,
-                first_lines=self._first_lines,
-                max_model_len=self._checked["max_model_len"],
-                model_names=self._model_names,
-                compile_pml=self._compile_pml,
-                parse_special=self._identity.parse_special,
+                chunk_lines=self.chunk_lines,
+                first_lines=self.first_lines,
+                parse_special=self.identity.parse_special,
             )
-            if sha256 != self._identity.input_sha256:
+            if sha256 != self.identity.input_sha256:
                 raise JobError(
-                    f"{self._source.path} changed while it was read: give the command again"
+                    f"{self.source.path} changed while it was read: give the command again"
                 )
         except BaseException:
             if manifest is None:  # else it names the job of the answers
-                self._place.discard_spool()
+                self.place.discard_spool()
             raise
-        self._place.write_manifest(self._identity.record() | {"spool": facts | self._checked})
+        self.place.write_manifest(self.identity.record() | {"spool": facts | self.rules.checked})
 
     def _check(self, request: Request) -> None:
         """Refuse what can never be answered, read as the job began."""
-        params = as_begun(request.params, self._identity.whitespace)
+        params = as_begun(request.params, self.identity.whitespace)
         if params is not request.params:
             request = replace(request, params=params)
-        self._validate(request)
+        self.rules.validate(request)
 
-    def _tell_read(self, num_lines: int, num_bytes: int) -> None:
-        self._tell(Progress(stage="read", done=num_bytes, total=self._survey.num_bytes))
+    def _tell_read(self, num_bytes: int) -> None:
+        self.tell(Progress(stage="read", done=num_bytes, total=self.survey.num_bytes))
 
     def _tell_open_ended(self, spool: Spool) -> None:
-        most = self._checked["max_model_len"]
-        if self._on_open_ended is None or most is None:
+        most = self.rules.max_model_len
+        if self.on_open_ended is None or most is None:
             return
         prompts = SpooledPrompts(spool, spool.is_request.nonzero()[0])
         found = OpenEnded.of(prompts, most)
         if found.requests:
-            self._on_open_ended(found)
-
-    # -- second pass
+            self.on_open_ended(found)
 
     def _compute(self, spool: Spool) -> None:
-        journal = Journal(self._place, self._identity.job, spool.line_numbers)
-        self._counts = journal.counts
-        self._summary.resumed = journal.counts.done - self._num_written
+        journal = Journal(self.place, self.identity.job, spool.line_numbers)
+        self.counts = journal.counts
+        self.summary.resumed = journal.counts.done - self.num_written
         try:
             self._tell_damaged(journal)
             self._write_errors(spool, journal)
             self._write_answers(spool, journal)
             self._write_final(journal)
         finally:
-            self._summary.failed = journal.counts.failed
+            self.summary.failed = journal.counts.failed
             journal.close()
 
     def _tell_damaged(self, journal: Journal) -> None:
-        self._summary.damaged += journal.num_damaged
+        self.summary.damaged += journal.num_damaged
         if journal.num_damaged:
             named = ", ".join(map(str, journal.damaged))
             more = ", ..." if journal.num_damaged > len(journal.damaged) else ""
-            self._warn(
+            self.warn(
                 f"{journal.path}: {journal.num_damaged} damaged lines (line {named}{more}) are "
                 "dropped, and answered again"
             )
@@ -348,17 +309,17 @@ class _Job:
         for index in missing[~spool.is_request[missing]]:
             bad = spool.spooled_error(int(index))
             journal.write(bad.index, self._error(bad, bad.code, bad.message), failed=True)
-            self._num_written += 1
+            self.num_written += 1
         self._tell_run(None)
 
     def _error(self, line: SpooledRequest | SpooledError, code: str, message: str) -> bytes:
-        job = self._identity.job
+        job = self.identity.job
         return error_line(job, line.line_number, line.custom_id, code, message)
 
     def _write_answers(self, spool: Spool, journal: Journal) -> None:
         """Answer all lines. Those that an engine had when it died come last, each alone."""
         missing = journal.missing
-        is_suspect = np.isin(spool.line_numbers[missing], list(self._place.read_suspects()))
+        is_suspect = np.isin(spool.line_numbers[missing], list(self.place.read_suspects()))
         parts = [missing[~is_suspect], *missing[is_suspect].reshape(-1, 1)]
         for part in parts:
             if len(part):
@@ -366,66 +327,62 @@ class _Job:
         if len(journal.missing):
             raise JobError(
                 f"the engine left {len(journal.missing)} of {len(spool)} lines of "
-                f"{self._source.path} unanswered: the same command goes on with them"
+                f"{self.source.path} unanswered: the same command goes on with them"
             )
 
     def _write_answers_of(self, indices: IntArray, spool: Spool, journal: Journal) -> None:
-        order = self._plan(spool, indices, journal)
-        outputs = self._run(self._requests(spool, indices) if order is None else order)
+        planned = self._plan(spool, indices, journal)
+        outputs = self.run(map(spool.request, indices.tolist()) if planned is None else planned)
         try:
             for output in outputs:
                 if output.finished and not _ended(output, "abort"):
-                    self._write_answer(spool, journal, output, order)
+                    self._write_answer(spool, journal, output, planned)
         except EngineDiedError as error:
-            there = [_line_number(request_id) for request_id in error.there]
-            raise self._note_death(spool, journal, frozenset(there), error) from error
+            raise self._note_death(spool, journal, error) from error
         finally:
             close = getattr(outputs, "close", None)
             if close is not None:
                 close()
 
     def _note_death(
-        self, spool: Spool, journal: Journal, there: frozenset[int], error: EngineDiedError
+        self, spool: Spool, journal: Journal, error: EngineDiedError
     ) -> EngineDiedError:
         """Save the lines that the engine had when it died; those of an earlier death too get an
         error."""
-        suspects = self._place.read_suspects()
+        there = frozenset(map(line_number_of, error.there))
+        suspects = self.place.read_suspects()
         for line_number in sorted(there & suspects):
             line = spool.spooled_request(spool.index_of(line_number))
             message = f"{DIED_TWICE}: {error}"
             journal.write(line.index, self._error(line, "engine_died", message), failed=True)
-        self._place.write_suspects(suspects | there)
+        self.place.write_suspects(suspects | there)
         return EngineDiedError(
-            f"the engine died while it answered {len(there)} lines of {self._source.path}: "
+            f"the engine died while it answered {len(there)} lines of {self.source.path}: "
             f"{error}: the same command goes on, with these lines one at a time",
             error.there,
             num_settled=len(there & suspects),
         )
 
-    def _requests(self, spool: Spool, indices: IntArray) -> Iterator[Request]:
-        """The requests at `indices` in input order, made when they are pulled."""
-        return (spool.request(int(index)) for index in indices)
-
     def _plan(self, spool: Spool, indices: IntArray, journal: Journal) -> PlannedLines | None:
-        if self._planner is None or len(indices) < 2:
+        if self.planner is None or len(indices) < 2:
             return None
         began = time.perf_counter()
-        order = PlannedLines(spool, indices, journal, self._planner)
-        self._summary.plan = order.plan
-        self._summary.plan_seconds = time.perf_counter() - began
-        return order
+        planned = PlannedLines(spool, indices, journal, self.planner)
+        self.summary.plan = planned.order.plan
+        self.summary.plan_seconds = time.perf_counter() - began
+        return planned
 
     def _write_answer(
-        self, spool: Spool, journal: Journal, output: RequestOutput, order: PlannedLines | None
+        self, spool: Spool, journal: Journal, output: RequestOutput, planned: PlannedLines | None
     ) -> None:
-        asked = spool.spooled_request(spool.index_of(_line_number(output.request_id)))
+        asked = spool.spooled_request(spool.index_of(line_number_of(output.request_id)))
         line, failed = self._answer(asked, output)
         tokens = UNKNOWN if failed else output.metrics.num_output_tokens
         journal.write(asked.index, line, failed=failed, output_tokens=tokens)
-        self._num_written += 1
-        if order is not None and not failed:
-            order.note(asked.index, tokens)
-        self._summary.add(output)
+        self.num_written += 1
+        if planned is not None and not failed:
+            planned.note(asked.index, tokens)
+        self.summary.add(output)
         self._tell_run(output)
 
     def _answer(self, asked: SpooledRequest, output: RequestOutput) -> tuple[bytes, bool]:
@@ -433,7 +390,7 @@ class _Job:
         if _ended(output, "error"):
             message = _engine_message(output)
             return self._error(asked, _error_code(message), message), True
-        job = self._identity.job
+        job = self.identity.job
         body = partial(self._body, asked=asked, output=output)
         try:
             return answer_line(job, asked.line_number, asked.custom_id, body), False
@@ -441,47 +398,40 @@ class _Job:
             return self._error(asked, "engine_error", str(error)), True
 
     def _body(self, name: str, asked: SpooledRequest, output: RequestOutput) -> dict[str, Any]:
-        model = self._identity.model_name
-        if self._model_names is not None and asked.model is not None:
+        model = self.identity.model_name
+        if self.rules.model_names is not None and asked.model is not None:
             model = asked.model
         task = asked.task(output.prompt_token_ids)
         if task is not None:
             return scores_body(name, model, [(task, output.scores)])
+        tokenizer = self.rules.tokenizer
         form = ResponseFormat(
             kind=asked.kind,
             model=model,
             logprobs=asked.sampling.get("logprobs"),
-            return_token_ids=asked.return_token_ids or self._tokenizer is None,
-            token_bytes=self._token_bytes,
-            tools=self._tokenizer.tool_form if asked.has_tools and self._tokenizer else None,
-            special_ids=self._tokenizer.special_ids if self._tokenizer else (),
+            return_token_ids=asked.return_token_ids or tokenizer is None,
+            token_bytes=self.token_bytes,
+            tools=tokenizer.tool_form if asked.has_tools and tokenizer else None,
+            special_ids=tokenizer.special_ids if tokenizer else (),
             skips_special=asked.sampling.get("skip_special_tokens", True),
         )
         return answer_body(name, output, form)
 
     def _tell_run(self, last: RequestOutput | None) -> None:
-        counts, total = self._counts, self._summary.total
-        self._tell(
+        counts, total = self.counts, self.summary.total
+        self.tell(
             Progress(stage="run", done=counts.done, total=total, failed=counts.failed, last=last)
         )
 
-    # -- the end
-
     def _write_final(self, journal: Journal) -> None:
-        with file_errors(self._place.final), open(self._place.final, "wb") as file:
+        with file_errors(self.place.final), open(self.place.final, "wb") as file:
             journal.copy_in_order(file)
             file.flush()
             os.fsync(file.fileno())
         counts = journal.counts
-        self._tell(
+        self.tell(
             Progress(stage="write", done=counts.done, total=counts.done, failed=counts.failed)
         )
-
-
-def _line_number(request_id: str) -> int:
-    name = split_result_id(request_id)
-    assert name is not None, f"a request of nobody: {request_id}"
-    return name[1]
 
 
 def _ended(output: RequestOutput, reason: str) -> bool:

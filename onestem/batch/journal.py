@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -63,14 +64,15 @@ def _output_tokens(record: dict[str, Any]) -> int:
         return UNKNOWN
 
 
+@dataclass
 class ResultCounts:
     """How many lines have a result, and how many of these are errors."""
 
-    def __init__(self, done: int = 0, failed: int = 0) -> None:
-        self.done = done
-        self.failed = failed
+    done: int = 0
+    failed: int = 0
 
     def add(self, failed: bool) -> None:
+        """Count a result."""
         self.done += 1
         self.failed += failed
 
@@ -105,7 +107,6 @@ class Journal:
         try:
             with file_errors(self.path):
                 self._file = self._open()
-            with file_errors(self.path):
                 self._end = self._scan()
                 os.ftruncate(self._file, self._end)
                 if self.num_damaged:
@@ -177,6 +178,7 @@ class Journal:
         self.counts.add(failed)
 
     def has(self, index: int) -> bool:
+        """Whether a line has a result."""
         return bool(self._start[index] != ABSENT)
 
     @property
@@ -211,6 +213,7 @@ class Journal:
             raise
 
     def sync(self) -> None:
+        """Have all that is written on the disk."""
         with file_errors(self.path):
             self._sums.sync()
             os.fsync(self._file)

@@ -29,6 +29,7 @@ class OpenEnded:
 
     @staticmethod
     def of(prompts: SpooledPrompts, max_model_len: int) -> OpenEnded:
+        """Those of a job, for a model that has at most `max_model_len` tokens in a sequence."""
         room = (max_model_len - prompts.lengths)[prompts.most_outputs == 0]
         return OpenEnded(len(room), int(room.max(initial=0)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -13,6 +14,7 @@ __all__ = [
     "BYTE_ORDER_MARK",
     "MAX_LINE_BYTES",
     "See",
+    "Seen",
     "lines_of",
     "open_file",
     "too_long",
@@ -23,6 +25,17 @@ See = Callable[[bytes], object]
 
 MAX_LINE_BYTES = 16 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Seen:
+    """Counts and hashes the bytes that it is called with."""
+
+    def __init__(self) -> None:
+        self.digest, self.num_bytes = hashlib.sha256(), 0
+
+    def __call__(self, raw: bytes) -> None:
+        self.digest.update(raw)
+        self.num_bytes += len(raw)
 
 
 def open_file(path: Path) -> IO[bytes]:

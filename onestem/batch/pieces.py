@@ -92,5 +92,6 @@ def _width(gap: str) -> tuple[int, int]:
 
 
 def numbered(name: str, names: Counter[str]) -> str:
+    """A name that no earlier piece has: `name`, `name (2)`, ...; `names` counts them."""
     names[name] += 1
     return name if names[name] == 1 else f"{name} ({names[name]})"

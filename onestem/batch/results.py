@@ -21,10 +21,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["answer_line", "derived_seed", "error_line", "result_id", "split_result_id"]
+__all__ = [
+    "answer_line",
+    "derived_seed",
+    "error_line",
+    "line_number_of",
+    "result_id",
+    "split_result_id",
+]
 
 
 def result_id(job: str, line_number: int) -> str:
+    """`id` of a line's result."""
     return f"batch_req_{job}_{line_number}"
 
 
@@ -36,6 +44,13 @@ def split_result_id(value: object) -> tuple[str, int] | None:
     if not (parts[3].isascii() and parts[3].isdecimal()):
         return None
     return parts[2], int(parts[3])
+
+
+def line_number_of(request_id: str) -> int:
+    """The input line of a job's request, by its id."""
+    name = split_result_id(request_id)
+    assert name is not None, f"a request of nobody: {request_id}"
+    return name[1]
 
 
 def _digest(job: str, custom_id: str) -> bytes:

@@ -42,6 +42,7 @@ class Sums:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no answer has a checksum yet."""
         return self._end == 0
 
     def fits(self, index: int, line: bytes) -> bool:
@@ -62,9 +63,11 @@ class Sums:
         self._end += len(record)
 
     def sync(self) -> None:
+        """Have all that is written on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._file)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from onestem.batch.format import LineError
 from onestem.batch.lines import MAX_LINE_BYTES, See, lines_of, open_file, unseen
@@ -17,7 +17,7 @@ from onestem.errors import ConfigError, JobError, RequestError
 from onestem.openai.read import read_object
 from onestem.options import InputOptions
 
-__all__ = ["Rows", "data_errors", "rows_of"]
+__all__ = ["data_errors", "json_row", "rows_of"]
 
 ROWS_AT_A_TIME = 256
 PIECE_BYTES = 1 << 20
@@ -28,44 +28,23 @@ SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "tes
 EXTRA = "pip install 'onestem[data]'"
 
 
-class Rows(Protocol):
-    """A table in a file or a folder."""
-
-    @property
-    def paths(self) -> Sequence[Path]: ...
-
-    @property
-    def columns(self) -> Sequence[str]: ...
-
-    def count(self, see: See) -> int:
-        """Number of rows; `see` gets all bytes of their files."""
-        ...
-
-    def read(self, wanted: Sequence[str], see: See) -> Iterator[Mapping[str, Any] | LineError]:
-        """The rows, with at least the wanted columns."""
-        ...
-
-
-def rows_of(path: Path, options: InputOptions) -> Rows | None:
+def rows_of(path: Path, options: InputOptions) -> Files | Saved | None:
     """The table that an input is; None: JSON lines."""
-    rows: Rows | None
+    rows: Files | Saved | None = None
     if path.is_dir():
         rows = _folder(path, options)
     else:
         open_file(path).close()
         if options.split is not None:
             raise ConfigError(f"--split is for data sets, and {path} is one file: leave it out")
-        rows = _file(path, options.delimiter)
+        if path.suffix in (*DELIMITERS, ".parquet"):
+            rows = Files([path], options.delimiter)
     if options.delimiter is not None and not (isinstance(rows, Files) and rows.is_csv):
         raise ConfigError(f"--delimiter is for CSV, and {path} is none: leave it out")
     return rows
 
 
-def _file(path: Path, delimiter: str | None) -> Files | None:
-    return Files([path], delimiter) if path.suffix in (*DELIMITERS, ".parquet") else None
-
-
-def _folder(path: Path, options: InputOptions) -> Rows:
+def _folder(path: Path, options: InputOptions) -> Files | Saved:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(one.parent.name for one in path.glob("*/state.json"))
         return Saved(path / _split(path, options.split, splits))
@@ -73,8 +52,13 @@ def _folder(path: Path, options: InputOptions) -> Rows:
         if options.split is not None:
             raise ConfigError(f"{path} has no splits: leave --split out")
         return Saved(path)
-    found = [one for one in sorted(path.rglob("*")) if one.suffix in DATA_FILES and one.is_file()]
-    files = [one for one in found if not _is_hidden(one.relative_to(path))]
+    files = [
+        one
+        for one in sorted(path.rglob("*"))
+        if one.suffix in DATA_FILES
+        and one.is_file()
+        and not any(part.startswith(".") for part in one.relative_to(path).parts)
+    ]
     if not files:
         raise JobError(
             f"{path} is no data set: expected what save_to_disk writes, or files of "
@@ -89,10 +73,6 @@ def _folder(path: Path, options: InputOptions) -> Rows:
         split = _split(path, options.split, splits)
         files = [one for one in files if split in words[one]]
     return Files(files, options.delimiter)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _split(path: Path, asked: str | None, there: Sequence[str]) -> str:
@@ -119,7 +99,11 @@ def data_errors(path: Path) -> Iterator[None]:
 
 
 class Files:
-    """Files of one form, one after the other."""
+    """Files of one form, one after the other.
+
+    Attributes:
+        paths: of the files.
+    """
 
     def __init__(self, paths: Sequence[Path], delimiter: str | None) -> None:
         self.paths = paths
@@ -141,6 +125,7 @@ class Files:
         return list(next((row for row in _json_rows(first, unseen) if isinstance(row, dict)), {}))
 
     def count(self, see: See) -> int:
+        """Number of rows; `see` gets all bytes of the files."""
         count = 0
         for path in self.paths:
             if self._suffix == ".parquet":
@@ -151,6 +136,7 @@ class Files:
         return count
 
     def read(self, wanted: Sequence[str], see: See) -> Iterator[Mapping[str, Any] | LineError]:
+        """The rows, with at least the wanted columns; `see` gets all bytes of the files."""
         for path in self.paths:
             yield from self._read(path, wanted, see)
 
@@ -169,13 +155,17 @@ class Files:
 def _json_rows(path: Path, see: See) -> Iterator[Mapping[str, Any] | LineError]:
     with open_file(path) as file:
         for number, raw in lines_of(file, see):
-            if isinstance(raw, LineError):
-                yield raw
-                continue
-            try:
-                yield read_object(raw, "the line")
-            except RequestError as error:
-                yield LineError("invalid_json_line", f"{path.name}, line {number}: {error}")
+            yield json_row(raw, f"{path.name}, line {number}: ")
+
+
+def json_row(raw: bytes | LineError, where: str = "") -> Mapping[str, Any] | LineError:
+    """The row in a line of JSON; an error says `where` first."""
+    if isinstance(raw, LineError):
+        return raw
+    try:
+        return read_object(raw, "the line")
+    except RequestError as error:
+        return LineError("invalid_json_line", f"{where}{error}")
 
 
 class _Csv:
@@ -243,7 +233,7 @@ def _parquet_rows(path: Path, wanted: Sequence[str], see: See) -> Iterator[Mappi
 
 
 class Saved:
-    """A data set that `datasets.Dataset.save_to_disk` wrote."""
+    """A data set that `datasets.Dataset.save_to_disk` wrote; members as of `Files`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

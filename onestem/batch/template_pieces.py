@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onestem.batch.pieces import NAMELESS, ROLE, TEXT, Message, Piece, numbered
@@ -76,26 +76,22 @@ def rendered(
     slots: Sequence[tuple[str | None, Sequence[Any]]], row: Mapping[str, Any]
 ) -> list[Message]:
     """The pieces of a row's prompt; raises `LineError`."""
-    names: Counter[str] = Counter()
-    return [
-        Message(
-            role,
-            [
-                Piece(numbered(name, names), _as_text(template, row), gap)
-                for name, template, gap in pieces
-            ],
-        )
-        for role, pieces in slots
-    ]
+    return _messages(slots, lambda template: template.text(row))
 
 
 def sources(slots: Sequence[tuple[str | None, Sequence[Any]]]) -> list[Message]:
     """The pieces of a template, in the syntax of templates."""
+    return _messages(slots, lambda template: template.source)
+
+
+def _messages(
+    slots: Sequence[tuple[str | None, Sequence[Any]]], text: Callable[[Template], str]
+) -> list[Message]:
+    names: Counter[str] = Counter()
     return [
-        Message(role, [Piece(name, template.source, gap) for name, template, gap in pieces])
+        Message(
+            role,
+            [Piece(numbered(name, names), text(template), gap) for name, template, gap in pieces],
+        )
         for role, pieces in slots
     ]
-
-
-def _as_text(template: Template, row: Mapping[str, Any]) -> str:
-    return Template(["", *template.parts]).value(row)

@@ -61,6 +61,7 @@ class Template:
 
     @property
     def columns(self) -> list[str]:
+        """The columns of its fields, in their order."""
         return [part.column for part in self.parts if isinstance(part, Field)]
 
     @property
@@ -79,12 +80,15 @@ class Template:
         return len(self.parts) == 1 and isinstance(self.parts[0], Field)
 
     def value(self, row: Row) -> Any:
-        """The template's text for a row. If the template is a single field, lists and objects are
-        kept as they are."""
+        """`text`; of a single field, lists and objects are kept as they are."""
         if self.is_field:
             value = _value(row, self.columns[0])
             if isinstance(value, (list, dict)):
                 return value
+        return self.text(row)
+
+    def text(self, row: Row) -> str:
+        """The template's text for a row."""
         return "".join(text for text, _ in self._texts(row))
 
     def quoted(self, row: Row, *, alone: bool) -> list[tuple[Span, ...]]:
@@ -243,14 +247,16 @@ class Recipe:
             custom_id = text_of(_value(row, self.id_column), self.id_column)
         try:
             body = dict(self.body) | {
-                name: _rendered(template, row) for name, template in self.fields.items()
+                name: _mapped(template, Template, lambda one: one.value(row))
+                for name, template in self.fields.items()
             }
         except LineError as error:
             error.custom_id = custom_id
             raise
-        for name, shape in (("messages", _messages), ("completions", _texts)):
-            if name in body:
-                body[name] = shape(body[name])
+        if isinstance(text := body.get("messages"), str):  # a text never sets its own role
+            body["messages"] = [{"role": "user", "content": text}]
+        if isinstance(text := body.get("completions"), str):
+            body["completions"] = [text]
         line = {
             "custom_id": custom_id,
             "method": "POST",
@@ -287,7 +293,7 @@ def _read(name: str, text: str) -> Any:
             raise ConfigError(
                 f"{option} begins like a JSON list and is none: {error}: correct it"
             ) from error
-        return _mapped(value, lambda one: Template.of(one, option))
+        return _mapped(value, str, lambda one: Template.of(one, option))
     plain = re.sub(r"\\[nt\\]", lambda escape: ESCAPES[escape.group()], text)
     return Template.of(plain, option)
 
@@ -307,13 +313,13 @@ def _read_body(text: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
-    """`value` with `of` applied to each text in it."""
+def _mapped(value: Any, kind: type, of: Callable[[Any], Any]) -> Any:
+    """`value` with `of` applied to each thing of a kind in its lists and objects."""
     if isinstance(value, dict):
-        return {name: _mapped(one, of) for name, one in value.items()}
+        return {name: _mapped(one, kind, of) for name, one in value.items()}
     if isinstance(value, list):
-        return [_mapped(one, of) for one in value]
-    return of(value) if isinstance(value, str) else value
+        return [_mapped(one, kind, of) for one in value]
+    return of(value) if isinstance(value, kind) else value
 
 
 def _templates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Template]]:
@@ -328,22 +334,3 @@ def _leaves(value: Any) -> Iterator[Template]:
     elif isinstance(value, (list, dict)):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)
-
-
-def _rendered(value: Any, row: Row) -> Any:
-    if isinstance(value, Template):
-        return value.value(row)
-    if isinstance(value, dict):
-        return {name: _rendered(one, row) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_rendered(one, row) for one in value]
-    return value
-
-
-def _messages(value: Any) -> Any:
-    """A text as one user's message; other values unchanged. A text never sets its own role."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-def _texts(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value

@@ -83,6 +83,7 @@ class JobIdentity:
     whitespace: Whitespace | None = WHITESPACE
 
     def record(self) -> dict[str, Any]:
+        """What a manifest says of the job, as JSON values."""
         written = {} if self.whitespace is None else {"whitespace": self.whitespace}
         return {
             **written,
@@ -243,6 +244,7 @@ class Workplace:
         return frozenset(number for number in found if isinstance(number, int))
 
     def write_suspects(self, line_numbers: frozenset[int]) -> None:
+        """Replace what `read_suspects` reads."""
         self._write_sealed(self.suspects, {"line_numbers": sorted(line_numbers)})
 
     def _write_sealed(self, path: Path, record: Mapping[str, Any]) -> None:

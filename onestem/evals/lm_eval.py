@@ -21,8 +21,8 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import AutoTokenizer
 
+from onestem.engine.text.tokenizer import read_hugging_face
 from onestem.errors import ConfigError, RequestError
 from onestem.llm import LLM
 from onestem.request import SamplingParams
@@ -74,14 +74,12 @@ class OnestemLM(TemplateLM):
         self.llm = llm
         if self.llm.tokenizer is None:
             raise ConfigError(f"{self.llm.path} has no tokenizer, which lm-eval needs")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.llm.path)
+        self.tokenizer: Any = read_hugging_face(self.llm.path)
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
         self._think_end_token = think_end_token
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._chat_template_args = thinking
-
-    # ------------------------------------------------------------------------- the model
 
     @property
     def max_length(self) -> int:
@@ -90,6 +88,7 @@ class OnestemLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
+        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -100,6 +99,7 @@ class OnestemLM(TemplateLM):
 
     @property
     def device(self) -> str:
+        """The model's device, for lm-eval's results."""
         return str(self.llm.device)
 
     @property
@@ -117,6 +117,7 @@ class OnestemLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
+        """Token ids of a text, with BOS as lm-eval's `hf` model adds it."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = self._add_bos_token
@@ -128,6 +129,7 @@ class OnestemLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """A conversation as text; without a new turn, its last message goes on."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -135,8 +137,6 @@ class OnestemLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
             **self._chat_template_args,
         )
-
-    # ------------------------------------------------------------------------- requests
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any
@@ -182,6 +182,7 @@ class OnestemLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Iterable[Any], disable_tqdm: bool = False
     ) -> list[float]:
+        """Log-probability of each text as a whole, in windows where it is longer than the model."""
         windows: list[Pair] = []
         whose = []
         texts = [request.args[0] for request in requests]
@@ -202,6 +203,7 @@ class OnestemLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answer to each (context, `gen_kwargs`), cut at its stop texts."""
         asked = [request.args for request in requests]
         prompts, params, stops = [], [], []
         for context, gen_kwargs in asked:

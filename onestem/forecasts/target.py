@@ -44,7 +44,6 @@ from onestem.planner import Deal, JobPlan
 from onestem.planner.deal import simulate
 
 if TYPE_CHECKING:
-    from onestem.batch import SpooledPrompts
     from onestem.llm import LLM
 
 __all__ = ["Target"]
@@ -176,28 +175,18 @@ class Target:
         simulate(deal, deal.speeds, STEAL_REQUESTS)
         return deal.owner.astype(np.int64), deal.num_cuts
 
-    def report(
-        self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray
-    ) -> dict[str, Any] | None:
-        """What a plan will take in each mode; None where nothing is to be predicted.
-
-        Args:
-            outputs: `[num_requests]` tokens of all answers to each.
-        """
+    def report(self, work: Work) -> dict[str, Any] | None:
+        """What a job will take in each mode; None where nothing is to be predicted."""
         if self.rates is None:
             return None
-        work = Work.of(plan, outputs, prompts.answers())
         return {
             "device": self.rates.device,
             "rates": self.rates.source,
             **{share: self.forecast(work, share).to_dict() for share in MODES},
         }
 
-    def report_dealt(
-        self, plan: JobPlan, prompts: SpooledPrompts, outputs: IntArray, replicas: int
-    ) -> dict[str, Any]:
-        """What a plan will take on several engines like this; arguments as of `report`."""
-        work = Work.of(plan, outputs, prompts.answers())
+    def report_dealt(self, plan: JobPlan, work: Work, replicas: int) -> dict[str, Any]:
+        """What a job will take on several engines like this, for each way to deal it."""
         found: dict[str, Any] = {"replicas": replicas}
         for how in get_args(Dealt):
             dealt = self.forecast_dealt(plan, work, "full", replicas, how)

@@ -61,11 +61,12 @@ class JobWatch:
     Args:
         share: the engines' mode.
         max_model_len: at which answers end.
-        num_replicas: engines that the job is dealt to.
 
     Attributes:
         target: where it runs; of replicas, one of them.
         stats: of all engines together.
+        num_replicas: engines that the job is dealt to.
+        plan: of the job; None: it has none yet, or nothing is predicted.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class JobWatch:
         num_replicas: int = 1,
     ) -> None:
         self.target, self.stats = target, stats
-        self._share, self._num_replicas = share, num_replicas
+        self._share, self.num_replicas = share, num_replicas
         self._max_model_len = max_model_len
-        self._plan: JobPlan | None = None
+        self.plan: JobPlan | None = None
         self._outputs: IntArray | None = None
         self._answers: IntArray | None = None
         self._prompts: SpooledPrompts | None = None
@@ -99,8 +100,8 @@ class JobWatch:
 
         def plan(prompts: SpooledPrompts, *, output_lengths: IntArray | None) -> JobPlan:
             made = planner(prompts, output_lengths=output_lengths)
-            if self._plan is None and self.target.rates is not None:
-                self._plan, self._prompts = made, prompts
+            if self.plan is None and self.target.rates is not None:
+                self.plan, self._prompts = made, prompts
                 self._outputs = expected_outputs(prompts, self._max_model_len)
                 self._answers = prompts.answers()
                 self._came = np.ones(len(prompts), np.int64)
@@ -129,7 +130,7 @@ class JobWatch:
 
     def verdict(self, seconds: float) -> Verdict | None:
         """The verdict after a job that took `seconds`; None where nothing was predicted."""
-        if self._plan is None:
+        if self.plan is None:
             return None
         stats, came = self.stats(), self._came
         firsts = len(came) if self._answers is None else int(self._answers.sum())
@@ -143,8 +144,8 @@ class JobWatch:
         )
 
     def _predicted(self, outputs: IntArray | None) -> Forecast:
-        assert self._plan is not None
-        work = Work.of(self._plan, outputs, self._answers)
-        if self._num_replicas == 1:
+        assert self.plan is not None
+        work = Work.of(self.plan, outputs, self._answers)
+        if self.num_replicas == 1:
             return self.target.forecast(work, self._share)
-        return self.target.forecast_dealt(self._plan, work, self._share, self._num_replicas).whole
+        return self.target.forecast_dealt(self.plan, work, self._share, self.num_replicas).whole

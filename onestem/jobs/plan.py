@@ -16,20 +16,24 @@ from onestem.batch import (
     JobInput,
     OpenEnded,
     Progress,
+    Rules,
     SpooledPrompts,
     expected_outputs,
 )
 from onestem.batch.first_lines import FirstLines
+from onestem.batch.first_pass import write_spool
 from onestem.batch.interface import IntArray
 from onestem.batch.ordered import OrderedLines
-from onestem.batch.spool import CompilePml, Spool, write_spool
+from onestem.batch.spool import Spool
 from onestem.batch.workplace import Workplace, file_errors
+from onestem.cost import Work
 from onestem.errors import ConfigError
 from onestem.jobs.run import bounded
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
 from onestem.pml import Library
 from onestem.report import MODES, DrawnTree, Price, check_page, savings_by_level, write_page
+from onestem.report.tree import first_words
 
 if TYPE_CHECKING:
     from onestem.engine.text.tokenizer import Tokenizer
@@ -149,44 +153,39 @@ def _write_spool(
     target = Target.of(options, config, predicts=predicts)
     tokenizer = Tokenizer.from_directory(path)
     most = model_len(config.max_position_embeddings, target.kv_tokens, options.max_model_len)
-    validate = partial(
-        check_request,
+    library = None
+    if tokenizer is not None:
+        library = Library(tokenizer, max_positions=config.max_position_embeddings)
+        for file in schemas:
+            library.add(file)
+    total = source.num_bytes
+
+    def tell_read(num_bytes: int) -> None:
+        if on_progress is not None:
+            on_progress(Progress(stage="read", done=num_bytes, total=total))
+
+    rules = Rules(
+        tokenizer=bounded(tokenizer, most),
+        validate=partial(
+            check_request,
+            max_model_len=most,
+            vocab_size=config.vocab_size,
+            tokenizer=tokenizer,
+            max_num_seqs=options.max_num_seqs,
+        ),
         max_model_len=most,
-        vocab_size=config.vocab_size,
-        tokenizer=tokenizer,
-        max_num_seqs=options.max_num_seqs,
+        compile_pml=None if library is None else library.compile,
     )
     write_spool(
         source,
         place,
         "plan",
-        tokenizer=bounded(tokenizer, most),
-        validate=validate,
-        on_chunk=partial(_tell_read, on_progress, source.num_bytes),
+        rules,
+        on_chunk=tell_read,
         first_lines=first_lines,
-        max_model_len=most,
-        compile_pml=_schema_compiler(tokenizer, schemas, config.max_position_embeddings),
         parse_special=source.parse_special,
     )
     return target, tokenizer, most
-
-
-def _tell_read(
-    on_progress: Callable[[Progress], object] | None, total: int, num_lines: int, num_bytes: int
-) -> None:
-    if on_progress is not None:
-        on_progress(Progress(stage="read", done=num_bytes, total=total))
-
-
-def _schema_compiler(
-    tokenizer: Tokenizer | None, schemas: Sequence[Path], max_positions: int
-) -> CompilePml | None:
-    if tokenizer is None:
-        return None
-    library = Library(tokenizer, max_positions=max_positions)
-    for file in schemas:
-        library.add(file)
-    return library.compile
 
 
 class _Planned:
@@ -215,6 +214,8 @@ class _Planned:
         """The report of `plan_file`; where `scratch` is None nothing is advised."""
         spool, plan, prompts, target = self._spool, self._plan, self._prompts, self._target
         outputs = expected_outputs(prompts, self._max_model_len)
+        answers = None if target.rates is None else prompts.answers()
+        work = Work.of(plan, outputs, answers)
         advice = None
         if scratch is not None and self._tokenizer is not None and len(plan.order):
             advisor = Advisor(self._source, spool, self._indices, self._tokenizer, self._planner)
@@ -231,7 +232,7 @@ class _Planned:
             "failed_lines": len(spool) - len(self._indices),
             "open_ended": asdict(OpenEnded.of(prompts, self._max_model_len)),
             "assumed_tokens": ASSUMED_TOKENS,
-            "forecast": target.report(plan, prompts, outputs),
+            "forecast": target.report(work),
             "dealt": None,
             "advice": None if advice is None else advice.to_dict(),
             "forecast_reordered": None,
@@ -239,9 +240,9 @@ class _Planned:
             "written": None,
         }
         if replicas is not None:
-            found["dealt"] = target.report_dealt(plan, prompts, outputs, replicas)
+            found["dealt"] = target.report_dealt(plan, work, replicas)
         if advice is not None and advice.plan is not None:
-            found["forecast_reordered"] = target.report(advice.plan, prompts, outputs)
+            found["forecast_reordered"] = target.report(Work.of(advice.plan, outputs, answers))
         if price is not None and found["forecast"] is not None:
             found["costs"] = _costs(found, price)
         return found
@@ -253,16 +254,12 @@ class _Planned:
 
     def drawn(self, most: int) -> dict[str, DrawnTree]:
         """Trees of what is shared, now and in a better order, of at most `most` nodes."""
-        decode = self._tokenizer.decode if self._tokenizer is not None else _no_words
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda ids: ""
         trees = {"now": DrawnTree.of(self._plan, self._prompts, decode, most)}
         advice = self._advice
         if advice is not None and advice.plan is not None and advice.reordered is not None:
             trees["reordered"] = DrawnTree.of(advice.plan, advice.reordered, decode, most)
         return trees
-
-
-def _no_words(ids: Sequence[int]) -> str:
-    return ""
 
 
 def _costs(report: dict[str, Any], price: Price) -> dict[str, float]:
@@ -282,11 +279,7 @@ def _described(
         "requests": len(group.members),
         "prefix_tokens": group.prefix_tokens,
         "kv_bytes": group.prefix_tokens * bytes_per_token,
-        "text": None if tokenizer is None else _first_words(tokenizer.decode(first_ids)),
+        "text": None
+        if tokenizer is None
+        else first_words(first_ids, tokenizer.decode, WORDS_CHARACTERS),
     }
-
-
-def _first_words(text: str) -> str:
-    """The beginning of a group's prefix; `text` may end inside a character."""
-    whole = text.rstrip("\ufffd")
-    return whole if len(whole) <= WORDS_CHARACTERS else whole[: WORDS_CHARACTERS - 1] + "…"

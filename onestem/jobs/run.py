@@ -16,12 +16,12 @@ from onestem.batch import (
     JobSummary,
     OpenEnded,
     Progress,
+    Rules,
     model_identity,
     run_job,
 )
 from onestem.batch.guard import ENDS, guarded
 from onestem.batch.interface import Run
-from onestem.batch.spool import Validate
 from onestem.batch.workplace import Workplace
 from onestem.errors import JobError, OnestemError, RankError, in_one_line
 from onestem.files import check_apart
@@ -63,7 +63,11 @@ def run_file(
         watch: of the same model; it can compare the job with its prediction afterwards.
     """
     check_trace(llm.options, source, output)
-    run, validate = _engine_of(llm)
+    run: Run
+    if isinstance(llm, Replicas):
+        run, validate = llm.run, llm.validate
+    else:
+        run, validate = partial(_run, llm), llm.engine.requests.validate
     planner = planner_of(llm.options, llm.kv_tokens)
     for path in schemas:
         llm.add_schema(path)
@@ -72,16 +76,18 @@ def run_file(
     return run_job(
         source,
         output,
-        tokenizer=bounded(llm.tokenizer, llm.options.max_model_len),
-        validate=guarded(validate),
+        Rules(
+            tokenizer=bounded(llm.tokenizer, llm.options.max_model_len),
+            validate=guarded(validate),
+            max_model_len=llm.options.max_model_len,
+            max_num_seqs=llm.options.max_num_seqs,
+            compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
+        ),
         run=run if watch is None else watch.run(run),
         planner=planner if watch is None else watch.planner(planner),
-        max_model_len=llm.options.max_model_len,
-        max_num_seqs=llm.options.max_num_seqs,
         model_identity=model_identity(llm.path),
         model_name=llm.name,
         options={**llm.options.job_identity(llm.asked), **_schema_options(llm)},
-        compile_pml=llm.schemas.compile if llm.tokenizer is not None else None,
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
         keep_going=keep_going,
@@ -120,13 +126,6 @@ def check_trace(
         check_apart("trace", trace, {f"the job's {what}": path})
         if path.is_dir() and path.resolve() in trace.resolve().parents:
             raise JobError(f"trace {trace} is inside of the job's {what}: choose another file")
-
-
-def _engine_of(llm: LLM | Replicas) -> tuple[Run, Validate]:
-    """The functions that answer requests and that validate them."""
-    if isinstance(llm, Replicas):
-        return llm.run, llm.validate
-    return partial(_run, llm), llm.engine.requests.validate
 
 
 def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:

@@ -3,7 +3,7 @@
 from onestem.planner.deal import Deal
 from onestem.planner.plan import Group, JobPlan, default_order, plan_job, planner_of
 from onestem.planner.report import PlanReport
-from onestem.planner.running import RunningOrder, grouped, planned
+from onestem.planner.running import Planned, RunningOrder, planned
 from onestem.planner.sort import Prompts
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "Group",
     "JobPlan",
     "PlanReport",
+    "Planned",
     "Prompts",
     "RunningOrder",
     "default_order",
-    "grouped",
     "plan_job",
     "planned",
     "planner_of",

@@ -75,6 +75,8 @@ class Deal:
         speeds: may be changed at any time.
         begun: `[num_replicas]` replicas that are up. From others the last group may be taken too.
         present: `[num_replicas]` replicas that are up or will be. Others lose all that they have.
+        queued, in_hand: `[num_replicas]` float64 cost of what each replica has not taken, and of
+            what it has in hand.
         num_cuts: groups cut, once for each cut.
         cost_again: cost of what is computed again at cuts.
     """
@@ -89,14 +91,12 @@ class Deal:
         self.cost_again = 0.0
         self._before = np.concatenate(([0.0], np.cumsum(costs.cost)))
         self._queues: list[deque[Piece]] = [deque() for _ in speeds]
-        self._queued = np.zeros(len(speeds))  # cost of the queues
-        self._in_hand = np.zeros(len(speeds))
+        self.queued = np.zeros(len(speeds))
+        self.in_hand = np.zeros(len(speeds))
         self._begins = np.zeros(len(costs.cost), np.bool_)  # a group
         self._begins[costs.starts] = True
         self._place = np.arange(len(costs.cost))
         self._deal()
-
-    # ------------------------------------------------------------------------- at first
 
     def _deal(self) -> None:
         pieces = list(self._pieces())
@@ -107,11 +107,11 @@ class Deal:
             if equal:
                 _, replica = heappop(ends)
             else:
-                replica = int(np.argmin((self._queued + sizes[at]) / self.speeds))
+                replica = int(np.argmin((self.queued + sizes[at]) / self.speeds))
             self._queues[replica].append(pieces[at])
-            self._queued[replica] += sizes[at]
+            self.queued[replica] += sizes[at]
             if equal:
-                heappush(ends, (float(self._queued[replica]), replica))
+                heappush(ends, (float(self.queued[replica]), replica))
         self._queues = [deque(self._in_order(queue)) for queue in self._queues]
 
     def _in_order(self, pieces: Iterable[Piece]) -> list[Piece]:
@@ -167,8 +167,6 @@ class Deal:
         again = 0.0 if self._begins[first] else float(self.costs.again[first])
         return Piece(first, end, self._body(first, end) + again)
 
-    # ------------------------------------------------------------------------- while it runs
-
     def sort(self, place: IntArray) -> None:
         """Sort what each replica has not taken by `[num_items]` places in a new order. The rest of
         a group that it has begun stays first."""
@@ -185,35 +183,30 @@ class Deal:
         if not queue and not self._steal(replica):
             return None
         piece = queue.popleft()
-        self._queued[replica] -= piece.cost
+        self.queued[replica] -= piece.cost
         cut = piece.first + most
         if cut < piece.end:
             rest = Piece(cut, piece.end, self._body(cut, piece.end))
             queue.appendleft(rest)
-            self._queued[replica] += rest.cost
+            self.queued[replica] += rest.cost
             piece = Piece(piece.first, cut, piece.cost - rest.cost)
         body = self._body(piece.first, piece.end)
         self.cost_again += piece.cost - body
-        self._in_hand[replica] += body
+        self.in_hand[replica] += body
         self.owner[piece.first : piece.end] = replica
         return piece
 
     def done(self, replica: int, first: int, end: int) -> None:
         """Note that a replica no longer has these items in hand."""
-        self._in_hand[replica] -= self._body(first, end)
+        self.in_hand[replica] -= self._body(first, end)
 
     def leave(self, replica: int) -> None:
         """Note that a replica computes no more; others may take all that it has not in hand."""
         self.begun[replica] = self.present[replica] = False
 
-    @property
-    def num_queued(self) -> int:
-        """Items that no replica has or had in hand."""
-        return sum(piece.end - piece.first for queue in self._queues for piece in queue)
-
     def _steal(self, thief: int) -> bool:
         """Steal from a replica that would end last. Returns whether there was anything."""
-        ends = (self._queued + self._in_hand) / self.speeds
+        ends = (self.queued + self.in_hand) / self.speeds
         ends[~self.present] = np.inf
         ends[[not queue for queue in self._queues]] = -1.0
         for victim in np.argsort(-ends, kind="stable")[:MOST_VICTIMS].tolist():
@@ -222,20 +215,20 @@ class Deal:
             moved = self._moved(victim, thief)
             if moved:
                 self._queues[thief].extend(self._in_order(moved))
-                self._queued[thief] += sum(piece.cost for piece in moved)
+                self.queued[thief] += sum(piece.cost for piece in moved)
                 return True
         return False
 
     def _moved(self, victim: int, thief: int) -> list[Piece]:
         """What a thief takes from another's queue."""
         queue, here, there = self._queues[victim], self.speeds[thief], self.speeds[victim]
-        mine = self._in_hand[thief]
+        mine = self.in_hand[thief]
         if self.present[victim]:
-            has = self._queued[victim] + self._in_hand[victim]
+            has = self.queued[victim] + self.in_hand[victim]
             most = (has * here - mine * there) / (here + there)
         else:
             has = np.inf
-            most = self._queued[victim] / max(1, int(self.present.sum()))
+            most = self.queued[victim] / max(1, int(self.present.sum()))
         moved: list[Piece] = []
         while queue and queue[-1].cost <= most:
             moved.append(queue.pop())
@@ -249,13 +242,13 @@ class Deal:
                 ends = (mine + taken + part.cost) / here
                 if ends < (1 - LEAST_GAIN) * (has - taken) / there:
                     queue[-1] = Piece(piece.first, cut, piece.cost - self._body(cut, piece.end))
-                    self._queued[victim] -= self._body(cut, piece.end)
+                    self.queued[victim] -= self._body(cut, piece.end)
                     self.num_cuts += 1
                     moved.append(part)
             elif not moved and not self.begun[victim]:
                 moved.append(queue.pop())
                 taken += moved[-1].cost
-        self._queued[victim] -= taken
+        self.queued[victim] -= taken
         return moved
 
     def _cut_for_thief(self, piece: Piece, most: float, pays: float) -> int | None:

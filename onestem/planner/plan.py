@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args, overload
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Group:
     prefix_tokens: int
 
 
-class Groups(Sequence[Group]):
+class Groups:
     """Groups of a plan, made on demand: a job may have millions.
 
     Args:
@@ -57,30 +57,24 @@ class Groups(Sequence[Group]):
     """
 
     def __init__(self, order: IntArray, starts: IntArray, prefix_tokens: IntArray) -> None:
-        self._order, self._starts = order, starts
+        self._order, self._bounds = order, np.append(starts, len(order))
         self.prefix_tokens = prefix_tokens
 
     @property
     def sizes(self) -> IntArray:
         """`[num_groups]` members of each."""
-        return np.diff(self._starts, append=len(self._order))
+        return np.diff(self._bounds)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.prefix_tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> Group: ...
+    def __iter__(self) -> Iterator[Group]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[Group]: ...
-
-    def __getitem__(self, index: int | slice) -> Group | list[Group]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Group:
         at = range(len(self))[index]
-        last = at + 1 == len(self)
-        end = len(self._order) if last else int(self._starts[at + 1])
-        return Group(self._order[int(self._starts[at]) : end], int(self.prefix_tokens[at]))
+        first, end = self._bounds[at : at + 2].tolist()
+        return Group(self._order[first:end], int(self.prefix_tokens[at]))
 
     def largest(self, count: int) -> list[Group]:
         """The shared groups with most members; of equal ones, those with most tokens."""

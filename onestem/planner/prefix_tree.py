@@ -34,6 +34,7 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes, the root among them."""
         return len(self.parent)
 
     @property

@@ -56,6 +56,4 @@ class PlanReport:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict with the attributes' names."""
-        values = dataclasses.asdict(self)
-        values["largest_groups"] = [list(group) for group in self.largest_groups]
-        return values
+        return dataclasses.asdict(self)

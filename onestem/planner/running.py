@@ -7,7 +7,7 @@ kinds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from onestem.planner.prefix_tree import PrefixTree
 from onestem.planner.sort import IntArray
 from onestem.request import Request
 
-__all__ = ["RunningOrder", "grouped", "planned"]
+__all__ = ["Planned", "RunningOrder", "planned"]
 
 # What is known of the prefix above counts as much as this many finished answers.
 SHRINKAGE = 4
@@ -119,17 +119,44 @@ def _loosened(grouped: GroupedTree) -> PrefixTree:
     return PrefixTree(parent, tree.depth, tree.home, tree.lengths)
 
 
-def planned(requests: Sequence[Request], order: RunningOrder) -> Iterator[Request]:
-    """The requests in the order in which they are to begin, each with its group set."""
-    return (grouped(requests[index], order.plan, index) for index in order)
+class Planned:
+    """Requests of a planned job with their groups, made when they are asked for. Iterating gives
+    them in the order in which they are to begin, which new answers may change.
+
+    Args:
+        make: the request at an index of the plan, without its group.
+        order: of these requests, and maybe of others; the caller reports answers to it.
+        positions: `[num_requests]` int64 positions of the requests in the plan's order, rising;
+            None: all.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Request], order: RunningOrder, positions: IntArray | None = None
+    ) -> None:
+        self._make, self.order = make, order
+        self.positions = np.arange(len(order.plan.order)) if positions is None else positions
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(self._grouped, self.order)
+
+    def request(self, position: int) -> Request:
+        """The request at a position of the plan's order."""
+        return self._grouped(int(self.order.plan.order[position]))
+
+    def _grouped(self, index: int) -> Request:
+        request, plan = self._make(index), self.order.plan
+        if request.pml is not None:  # a group shares a prefix, and modules are no prefixes
+            return request
+        group = int(plan.group_of[index])
+        prefix = int(plan.groups.prefix_tokens[group])
+        return replace(
+            request,
+            group=group if prefix else None,
+            group_prefix_tokens=prefix,
+            group_only=plan.group_only,
+        )
 
 
-def grouped(request: Request, plan: JobPlan, index: int) -> Request:
-    """The plan's request `index`, with its group set."""
-    group = int(plan.group_of[index])
-    return replace(
-        request,
-        group=group,
-        group_prefix_tokens=plan.groups[group].prefix_tokens,
-        group_only=plan.group_only,
-    )
+def planned(requests: Sequence[Request], order: RunningOrder) -> Planned:
+    """Requests that are in memory, by their index in the plan."""
+    return Planned(requests.__getitem__, order)

@@ -44,18 +44,17 @@ class Prompts(Protocol):
 
 @runtime_checkable
 class StoredPrompts(Prompts, Protocol):
-    """Prompts in a file, to be read in their order.
-
-    Attributes:
-        lengths: `[num_requests]` tokens of each.
-        folder: has room for all token ids once more.
-    """
+    """Prompts in a file, to be read in their order."""
 
     @property
-    def lengths(self) -> IntArray: ...
+    def lengths(self) -> IntArray:
+        """`[num_requests]` tokens of each."""
+        ...
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path:
+        """A folder with room for all token ids once more."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

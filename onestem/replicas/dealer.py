@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
 from onestem.batch import DIED_TWICE
-from onestem.cost import TOKENS, Work, deal_costs
+from onestem.cost import Work, deal_costs
 from onestem.engine.outputs import EngineStats, refused_output
 from onestem.errors import JobError
-from onestem.planner import Deal, RunningOrder
-from onestem.planner.deal import Costs
-from onestem.planner.sort import IntArray
+from onestem.planner import Deal, Planned, RunningOrder, plan_job, planned
 from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Crew", "Dealer", "Planned"]
+__all__ = ["Crew", "Dealer"]
 
 # A replica has two open calls, so that it need not wait for the second one.
 CALLS = 2
@@ -35,26 +33,6 @@ MEASURED_SECONDS = 0.5
 MOST_DEATHS = 3
 # A request that was alone in an engine at this many deaths becomes an error.
 MOST_ALONE = 2
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """Planned requests, which are made when they are handed out.
-
-    Attributes:
-        order: of these requests, and maybe of others; the caller reports answers to it.
-        positions: `[num_requests]` their positions in its plan's order, rising.
-    """
-
-    @property
-    def order(self) -> RunningOrder: ...
-
-    @property
-    def positions(self) -> IntArray: ...
-
-    def request(self, position: int) -> Request:
-        """The request at a position of the plan's order."""
-        ...
 
 
 class Crew(Protocol):
@@ -145,8 +123,6 @@ class Dealer:
         self._job: _Run | None = None
         for replica in range(num_replicas):
             crew.start(replica)
-
-    # ------------------------------------------------------------------------- life
 
     def first(self) -> Facts:
         """Facts of the first replica that runs; waits for it.
@@ -242,14 +218,14 @@ class Dealer:
             self._told.add(reason or line)
             self._tell(line)
 
-    # ------------------------------------------------------------------------- a run
-
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
-        """Answer requests; yields outputs as they come. Planned requests are dealt by groups.
+        """Answer requests; yields outputs as they come. What is not planned is planned first.
 
         Raises:
             JobError: no replica is left.
         """
+        if not isinstance(requests, Planned):
+            requests = _planned(list(requests))
         self._run += 1
         facts = self.first()
         for one in self._replicas:
@@ -290,27 +266,13 @@ class Dealer:
 class _Run:
     """The requests of one run: which replica holds which, and what is left."""
 
-    def __init__(
-        self,
-        requests: Planned | Iterable[Request],
-        facts: Facts,
-        replicas: Sequence[_Replica],
-    ) -> None:
-        self._request: Callable[[int], Request]
-        self._order: RunningOrder | None
-        if isinstance(requests, Planned):
-            planned, positions = requests, requests.positions
-            plan = planned.order.plan
-            self._request = lambda item: planned.request(int(positions[item]))
-            self._order, self._places = planned.order, plan.order[positions]
-            work = Work.of(plan, plan.output_tokens).part(positions)
-            self.weights = facts.target.weights(work, facts.options.share)
-            costs = deal_costs(plan, positions, self.weights)
-        else:
-            listed = list(requests)
-            self._order = None
-            self._request = listed.__getitem__
-            self.weights, costs = TOKENS, _alone(listed)
+    def __init__(self, planned: Planned, facts: Facts, replicas: Sequence[_Replica]) -> None:
+        self._planned, self._order = planned, planned.order
+        plan, positions = planned.order.plan, planned.positions
+        self._places = plan.order[positions]
+        work = Work.of(plan, plan.output_tokens).part(positions)
+        self.weights = facts.target.weights(work, facts.options.share)
+        costs = deal_costs(plan, positions, self.weights)
         self.deal = Deal(costs, np.ones(len(replicas)))
         for replica, one in enumerate(replicas):
             self.deal.begun[replica] = one.facts is not None
@@ -333,8 +295,7 @@ class _Run:
             if piece is None:
                 break
             requests += self._handed(one, range(piece.first, piece.end))
-            if self._order is not None:
-                self._order.begin(self._places[piece.first : piece.end])
+            self._order.begin(self._places[piece.first : piece.end])
         if not requests and not one.hand and self._trials:
             one.trial = self._next_trial(replica)
             requests = self._handed(one, one.trial.items)
@@ -342,11 +303,14 @@ class _Run:
 
     def _sort(self) -> None:
         """Sort what was not handed out by what answers have shown since."""
-        order = None if self._order is None else self._order.again()
+        order = self._order.again()
         if order is not None:
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             self.deal.sort(place[self._places])
+
+    def _request(self, item: int) -> Request:
+        return self._planned.request(int(self._planned.positions[item]))
 
     def _handed(self, one: _Replica, items: Iterable[int]) -> list[Request]:
         requests = []
@@ -433,7 +397,7 @@ def _add(total: EngineStats, part: EngineStats) -> None:
         setattr(total, name, whole(getattr(total, name), value))
 
 
-def _alone(requests: list[Request]) -> Costs:
-    """Costs of requests that are not planned."""
-    tokens = [len(one.prompt_token_ids) + (one.params.max_tokens or 1) for one in requests]
-    return Costs(np.array(tokens, float), np.zeros(len(requests)), np.arange(len(requests)))
+def _planned(requests: list[Request]) -> Planned:
+    prompts = [one.prompt_token_ids for one in requests]
+    lengths = [one.params.max_tokens or 1 for one in requests]
+    return planned(requests, RunningOrder(plan_job(prompts, output_lengths=lengths)))

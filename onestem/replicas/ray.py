@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from onestem.build import GIB, kv_memory_bytes, pick_device
@@ -17,7 +16,7 @@ from onestem.replicas.worker import Facts, Failure, Report, Worker
 from onestem.request import Request
 from onestem.threads import ram_bytes, usable_cores
 
-__all__ = ["RayCrew"]
+__all__ = ["RayCrew", "check_reached", "fitting_here"]
 
 WAIT_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
@@ -29,15 +28,6 @@ HOST_PORT = re.compile(r"(\[[^\]]+\]|[^:/\[\]]+):(\d+)")
 PROCESS_BYTES = GIB // 2  # that any engine's process takes at least
 # The reason in the text of an actor's death; the rest is names and addresses.
 DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |$)|(The actor's node was terminated[^.]*)")
-
-
-@dataclass(frozen=True)
-class _Share:
-    """An actor's share of the cluster, and the options of its engine."""
-
-    cpus: float
-    gpus: int
-    options: EngineOptions
 
 
 class RayCrew:
@@ -61,13 +51,14 @@ class RayCrew:
         self._began_ray = not ray.is_initialized()
         if self._began_ray:
             if address is None:
-                options = _fitting_here(options, num_replicas)
+                options = fitting_here(options, num_replicas)
             _init(ray, address)
-        share = _share(options, num_replicas, ray.cluster_resources(), local=address is None)
-        self._options = share.options
-        self._actor = ray.remote(
-            num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=0, max_task_retries=0
-        )(Worker)
+        cpus, gpus, self._options = _share(
+            options, num_replicas, ray.cluster_resources(), local=address is None
+        )
+        self._actor = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(
+            Worker
+        )
         self._actors: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {}
 
@@ -142,7 +133,7 @@ def _init(ray: Any, address: str | None) -> None:
     if address is None:
         settings |= {"num_cpus": usable_cores(), "include_dashboard": False}
     else:
-        _check_reached(address)
+        check_reached(address)
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address or "local", **settings)
@@ -155,7 +146,7 @@ def _init(ray: Any, address: str | None) -> None:
         ) from error
 
 
-def _check_reached(address: str) -> None:
+def check_reached(address: str) -> None:
     """Raise `ConfigError` where no server of gRPC is at HOST:PORT: Ray would try for ever, and
     could not be interrupted."""
     found = HOST_PORT.fullmatch(address)
@@ -185,7 +176,7 @@ def _check(options: EngineOptions) -> None:
         )
 
 
-def _fitting_here(options: EngineOptions, num_replicas: int) -> EngineOptions:
+def fitting_here(options: EngineOptions, num_replicas: int) -> EngineOptions:
     """The options with which all replicas fit this machine. On a CPU they have half of its memory
     at most for keys and values.
 
@@ -208,8 +199,8 @@ def _fitting_here(options: EngineOptions, num_replicas: int) -> EngineOptions:
 
 def _share(
     options: EngineOptions, num_replicas: int, resources: dict[str, float], *, local: bool
-) -> _Share:
-    """The share of a cluster (`resources`) for each replica."""
+) -> tuple[float, int, EngineOptions]:
+    """CPUs and GPUs of a cluster (`resources`) for each replica, and the options of its engine."""
     if os.path.isdir(options.model):
         options = options.replace(model=os.path.abspath(options.model))
     options = options.replace(random_weights=options.makes_weights_up)
@@ -221,12 +212,12 @@ def _share(
                 f"replicas is {num_replicas}{each}, there are {gpus} GPUs here: lower it, or give "
                 "--ray-address"
             )
-        return _Share(float(ranks), ranks, options.replace(device="cuda"))
+        return float(ranks), ranks, options.replace(device="cuda")
     cores = resources.get("CPU", 1.0) / num_replicas
     threads = options.threads or max(1, int(cores / ranks))
     # Ray takes whole cores, or a fraction of one with four digits.
     cpus = min(int(cores), threads * ranks) if cores >= 1 else int(1e4 * cores) / 1e4
-    return _Share(cpus, 0, options.replace(device="cpu", threads=threads))
+    return cpus, 0, options.replace(device="cpu", threads=threads)
 
 
 def _reason(error: Exception) -> str:

@@ -6,9 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from onestem.batch import output_lengths
 from onestem.beside_vllm import refuses_vllms
@@ -23,11 +20,10 @@ from onestem.forecasts import JobWatch
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.planner import RunningOrder, grouped, planner_of
-from onestem.planner.sort import IntArray
+from onestem.planner import Planned, RunningOrder, planned, planner_of
 from onestem.pml import Layout, Library, Schema
 from onestem.prompts import Prompt, PromptReader, named_one, params_for_each
-from onestem.replicas.dealer import Dealer, Planned
+from onestem.replicas.dealer import Dealer
 from onestem.replicas.ray import RayCrew
 from onestem.replicas.worker import Facts
 from onestem.request import Request, RequestOutput, SamplingParams
@@ -189,26 +185,18 @@ class Replicas:
                 "the replicas answer another call: let it end first, or give all prompts at once"
             )
         try:
-            return self._answered(prompts, sampling_params, parse_special)
+            requests = self._requests(prompts, sampling_params, parse_special)
+            return self._answered(requests) if requests else []
         finally:
             self._answering.release()
 
-    def _answered(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        parse_special: bool,
-    ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params, parse_special)
-        if not requests:
-            return []
+    def _answered(self, requests: list[Request]) -> list[RequestOutput]:
         ids = [request.prompt_token_ids for request in requests]
         lengths = output_lengths(ids, (request.params for request in requests), self._max_model_len)
-        plan = planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths)
-        order = RunningOrder(plan)
+        order = RunningOrder(planner_of(self.options, self.kv_tokens)(ids, output_lengths=lengths))
         place = {request.request_id: i for i, request in enumerate(requests)}
         outputs = {}
-        for output in self.run(_Listed(requests, order)):
+        for output in self.run(planned(requests, order)):
             outputs[output.request_id] = output
             order.note(place[output.request_id], output.metrics.num_output_tokens)
         return [outputs[request.request_id] for request in requests]
@@ -252,22 +240,3 @@ class Replicas:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """Requests of a plan, all in memory."""
-
-    requests: list[Request]
-    order: RunningOrder
-
-    @property
-    def positions(self) -> IntArray:
-        """All positions."""
-        return np.arange(len(self.requests))
-
-    def request(self, position: int) -> Request:
-        """See `Planned`."""
-        plan = self.order.plan
-        index = int(plan.order[position])
-        return grouped(self.requests[index], plan, index)

@@ -55,6 +55,7 @@ class Price:
         return self.per_hour * seconds / 3600
 
     def text(self, amount: float) -> str:
+        """An amount in the price's currency."""
         digits = 2 if amount >= 0.1 or amount == 0 else 4
         return f"{self.before}{amount:,.{digits}f}{self.after}"
 

@@ -12,12 +12,19 @@ import numpy as np
 from onestem.planner import JobPlan, Prompts
 from onestem.planner.prefix_tree import PrefixTree
 
-__all__ = ["DrawnTree", "savings_by_level"]
+__all__ = ["DrawnTree", "first_words", "savings_by_level"]
 
 WORDS_CHARACTERS = 120
 WORDS_TOKENS = 96  # tokens decoded for these characters
 
 Decode = Callable[[list[int]], str]
+
+
+def first_words(ids: list[int], decode: Decode, most: int) -> str:
+    """The text of some of a prompt's tokens, at most `most` characters of it. It may end inside a
+    character, of which nothing is shown."""
+    text = decode(ids).rstrip("\ufffd")
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def savings_by_level(tree: PrefixTree) -> list[dict[str, int]]:
@@ -71,8 +78,7 @@ class DrawnTree:
 
         def words(request: int, start: int, end: int) -> str:
             ids = np.asarray(prompts[request][start : min(end, start + WORDS_TOKENS)])
-            text = decode(ids.tolist()).rstrip("\ufffd")
-            return text if len(text) <= WORDS_CHARACTERS else text[: WORDS_CHARACTERS - 1] + "…"
+            return first_words(ids.tolist(), decode, WORDS_CHARACTERS)
 
         nodes = []
         for node in chosen:

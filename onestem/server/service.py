@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from onestem.batch import Rules
 from onestem.batch.identity import model_identity
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.config import ModelConfig
@@ -66,7 +67,6 @@ class Service:
             self.client,
             self.schemas,
             self._job_model,
-            self.model.check,
             self.keys.named,
             parse_memory(settings.max_key_files),
         )
@@ -145,18 +145,21 @@ class Service:
     def _identity(self) -> str:
         return model_identity(self.path)
 
-    def _job_model(self) -> dict[str, Any]:
-        """Arguments of `run_job` that describe the model, as `onestem batch` gives them: a job's
-        results are the same."""
+    def _job_model(self) -> tuple[Rules, dict[str, Any]]:
+        """Rules and arguments of `run_job` that describe the model, as `onestem batch` gives them:
+        a job's results are the same."""
         facts, tokenizer = self.model.facts, self.model.bounded_tokenizer
-        return {
-            "tokenizer": tokenizer,
+        rules = Rules(
+            tokenizer=tokenizer,
+            validate=self.model.check,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.options.max_num_seqs,
+            model_names=self.model.names,
+        )
+        return rules, {
             "token_bytes": None if tokenizer is None else tokenizer.token_bytes,
             "model_identity": self._identity,
             "model_name": str(self.settings.engine.model),
-            "model_names": self.model.names,
             "options": dict(facts.options.job_identity(self.settings.engine)),
             "planner": planner_of(facts.options, facts.kv_tokens),
-            "max_model_len": facts.max_model_len,
-            "max_num_seqs": facts.options.max_num_seqs,
         }

@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onestem.batch import JobSummary, run_job
+from onestem.batch import JobSummary, Rules, run_job
 from onestem.errors import RequestError
 from onestem.planner import plan_job
 from onestem.rawtext import RawText
@@ -178,8 +179,12 @@ def run_fake(
         "model_name": "tiny",
         "options": {"dtype": "float32"},
         "token_bytes": token_bytes,
+        **changes,
     }
-    return run_job(source, output, **(arguments | changes))
+    rules = {one.name for one in fields(Rules)} & arguments.keys()
+    return run_job(
+        source, output, Rules(**{name: arguments.pop(name) for name in rules}), **arguments
+    )
 
 
 def completion(custom_id: str, prompt: Any = "abc", **body: Any) -> dict[str, Any]:

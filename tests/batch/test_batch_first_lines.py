@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onestem.batch import spool
+from onestem.batch import first_pass
 from onestem.errors import JobError
 from tests.batch.fakes import completion, results, run_fake, write_lines
 
@@ -70,7 +70,7 @@ def test_one_good_line_among_the_first_is_enough(tmp_path, bad, refused):
 @pytest.mark.parametrize(("last", "refused"), [(completion("a"), False), (PLAIN, True)])
 def test_lines_count_and_not_chunks(tmp_path, monkeypatch, last, refused):
     """Long lines make short chunks: a chunk of one bad line says little."""
-    monkeypatch.setattr(spool, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(first_pass, "CHUNK_BYTES", 1)
     source = write_lines(tmp_path / "in.jsonl", [PLAIN, PLAIN, last])
     if refused:
         assert "0 of the first 3 lines" in refusal(source)

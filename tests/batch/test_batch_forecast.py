@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onestem.batch import ASSUMED_TOKENS, OpenEnded, expected_outputs
-from onestem.cost import named_rates
+from onestem.cost import Work, named_rates
 from onestem.cost.kept import keep_rates, known_rates
 from onestem.errors import ConfigError
 from onestem.forecasts import JobWatch, Target
@@ -89,7 +89,7 @@ def test_replicas_are_predicted_together(llm, tmp_path, cache):
     keep_rates(llm.config, llm.dtype, llm.device, named_rates("h200"))
     _, watch = run(llm, tmp_path)
     one = watch.verdict(2.0)
-    watch._num_replicas = 3
+    watch.num_replicas = 3
     three = watch.verdict(2.0)
     assert three.predicted.seconds < one.predicted.seconds
     assert three.predicted.rows >= one.predicted.rows
@@ -112,7 +112,7 @@ def test_answers_without_max_tokens_are_told_and_predicted(llm, cache):
     outputs = expected_outputs(Prompts(), 1000)
     assert outputs.tolist() == [4, 2 * ASSUMED_TOKENS, 100]
     plan = plan_job([[5, 6], [5, 7], [5, 8]])
-    report = Target.of_llm(llm).report(plan, Prompts(), outputs)
+    report = Target.of_llm(llm).report(Work.of(plan, outputs, Prompts().answers()))
     assert report["full"]["rows"] == 4 + 3 + 2 * (ASSUMED_TOKENS - 1) + 99
 
 
@@ -131,7 +131,7 @@ def test_what_sets_no_max_tokens_is_told_before_the_job_runs(llm, tmp_path, cach
     told, watch = [], JobWatch.of_llm(llm)
 
     def tell(found):
-        told.append((found, watch._plan))
+        told.append((found, watch.plan))
 
     run_file(llm, source, tmp_path / "out.jsonl", watch=watch, on_open_ended=tell)
     ((found, plan),) = told

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -165,7 +166,7 @@ def test_refusals(ours, model):
     with pytest.raises(ConfigError, match="kv_memory cannot be changed"):
         OnestemLM(llm=ours.llm, kv_memory="1GiB")
     with pytest.raises(RequestError, match="gen_kwargs has num_beams"):
-        ours._generation("a", {"num_beams": 4})
+        ours.generate_until([SimpleNamespace(args=("a", {"num_beams": 4}))])
     with pytest.raises(RequestError, match="a continuation has 300 tokens, limit is 256"):
         ours._loglikelihood_tokens([(("", ""), [5], [6] * 300)])
 

@@ -49,12 +49,12 @@ def test_every_item_is_computed_once(groups, speeds, most):
     ends = run(deal, speeds, most)
     assert (seen == 1).all()
     assert (deal.owner != NOBODY).all()
-    assert deal.num_queued == 0
+    assert [take(replica, 1) for replica in range(len(speeds))] == [None] * len(speeds)
     # What is done is the job, and what cuts compute again.
     total = float(costs.cost.sum()) + deal.cost_again
     assert (ends * np.array(speeds)).sum() == pytest.approx(total)
-    assert deal._in_hand == pytest.approx(np.zeros(len(speeds)), abs=1e-6)
-    assert deal._queued == pytest.approx(np.zeros(len(speeds)), abs=1e-6)
+    assert deal.in_hand == pytest.approx(np.zeros(len(speeds)), abs=1e-6)
+    assert deal.queued == pytest.approx(np.zeros(len(speeds)), abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))

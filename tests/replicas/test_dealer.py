@@ -8,9 +8,8 @@ import pytest
 
 from onestem.engine.outputs import EngineStats
 from onestem.errors import JobError
-from onestem.planner import RunningOrder, plan_job
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.replicas.dealer import Dealer
-from onestem.replicas.replicas import _Listed
 from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, SamplingParams
 from tests.batch.fakes import answer, completion, mixed_job, results, run_fake, write_lines
@@ -254,9 +253,9 @@ def test_what_answers_longer_is_handed_out_first():
         return output
 
     crew = FakeCrew([3, 3], answers=long_or_short)
-    planned = _Listed(requests, RunningOrder(plan_job(prompts, output_lengths=64)))
-    for output in Dealer(crew, 2, lambda line: None).run(planned):
-        planned.order.note(int(output.request_id), output.metrics.num_output_tokens)
+    listed = planned(requests, RunningOrder(plan_job(prompts, output_lengths=64)))
+    for output in Dealer(crew, 2, lambda line: None).run(listed):
+        listed.order.note(int(output.request_id), output.metrics.num_output_tokens)
     assert {len(those) for those in crew.handed.values()} == {1}
     for replica in range(2):
         mine = [int(name) for name, those in crew.handed.items() if those == [replica]]

@@ -15,8 +15,7 @@ from onestem.jobs import plan_file
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
 from onestem.options import EngineOptions
-from onestem.planner import RunningOrder, plan_job
-from onestem.replicas.replicas import _Listed
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.tree import Node, RadixTree
 from onestem_lab.papers.jobs import job
@@ -31,7 +30,7 @@ def target():
     return Target.of(OPTIONS, config, predicts=True)
 
 
-def planned(case):
+def plan_of(case):
     requests = case.requests(10**6)
     outputs = np.array([tokens for _, tokens in requests])
     plan = plan_job([ids for ids, _ in requests], output_lengths=outputs)
@@ -40,7 +39,7 @@ def planned(case):
 
 def test_groups_against_requests_in_turn_as_in_the_paper(target):
     """BatchLLM's lengths (figure 6: 2,000 shared, 200 own, 8 requests each), a part of its job."""
-    plan, work = planned(job(80, (8,), (2000,), 200, 100))
+    plan, work = plan_of(job(80, (8,), (2000,), 200, 100))
     dealt = {how: target.forecast_dealt(plan, work, "full", 8, how).whole
              for how in ("groups", "round-robin", "random", "prefix-hash")}  # fmt: skip
     groups, turns = dealt["groups"], dealt["round-robin"]
@@ -54,7 +53,7 @@ def test_groups_against_requests_in_turn_as_in_the_paper(target):
 
 
 def test_a_cut_computes_its_prefix_again(target):
-    plan, work = planned(job(1, (64,), (400,), 50, 10))
+    plan, work = plan_of(job(1, (64,), (400,), 50, 10))
     one = target.forecast(work, "full")
     dealt = target.forecast_dealt(plan, work, "full", 4)
     assert dealt.num_cuts == 3
@@ -75,7 +74,7 @@ def test_replicas_compute_the_prompt_tokens_that_are_predicted(target, levels):
         Request(request_id=str(i), prompt_token_ids=ids, params=params)
         for i, ids in enumerate(prompts)
     ]
-    listed = _Listed(requests, RunningOrder(plan))
+    listed = planned(requests, RunningOrder(plan))
     owner, _ = target.deal(plan, work, "full", 3, "groups")
     computed = 0
     for replica in range(3):
@@ -93,7 +92,7 @@ def test_replicas_compute_the_prompt_tokens_that_are_predicted(target, levels):
 
 def test_costs_are_the_plans_tokens():
     """Two levels; whatever is cut, again and cost are what a replica of its own computes."""
-    plan, work = planned(job(3, (3, 2), (40, 20), 5, 7))
+    plan, work = plan_of(job(3, (3, 2), (40, 20), 5, 7))
     costs = deal_costs(plan, np.arange(len(plan.order)), TOKENS)
     assert costs.cost.sum() == plan.report.processed_tokens + plan.output_tokens.sum()
     for cut in range(1, 18):
@@ -103,7 +102,7 @@ def test_costs_are_the_plans_tokens():
 
 
 def test_a_part_that_is_left_of_a_job_costs_what_it_computes():
-    plan, work = planned(job(3, (3, 2), (40, 20), 5, 7))
+    plan, work = plan_of(job(3, (3, 2), (40, 20), 5, 7))
     positions = np.array([1, 2, 5, 11, 17])
     part = work.part(positions)
     costs = deal_costs(plan, positions, Weights(1.0, 0.0, 0.0))

@@ -64,14 +64,14 @@ def test_more_processes_than_memory_holds_are_refused():
 def test_replicas_share_a_machines_memory(monkeypatch):
     monkeypatch.setattr(actors, "ram_bytes", lambda: 16 << 30)
     for replicas, gib in ((1, 4), (2, 4), (8, 1)):
-        options = actors._fitting_here(OPTIONS.replace(kv_memory="auto"), replicas)
+        options = actors.fitting_here(OPTIONS.replace(kv_memory="auto"), replicas)
         assert options.kv_memory <= gib << 30
-        given = actors._fitting_here(OPTIONS, replicas)
+        given = actors.fitting_here(OPTIONS, replicas)
         assert given.kv_memory == OPTIONS.kv_memory
 
 
 @pytest.mark.parametrize("event", ["nothing", "a failure"])
-def test_the_end_of_its_own_node_ends_the_job(event):
+def test_the_end_of_its_own_node_ends_the_job(monkeypatch, event):
     """Ray starts no more actors then, and would wait for ever."""
     nodes = [{"NodeID": "own", "Alive": True}, {"NodeID": "other", "Alive": False}]
 
@@ -84,15 +84,19 @@ def test_the_end_of_its_own_node_ends_the_job(event):
     def wait(waiting, num_returns, timeout):
         return (waiting if event == "a failure" else []), []
 
-    crew = actors.RayCrew.__new__(actors.RayCrew)
+    actor = SimpleNamespace(load=SimpleNamespace(remote=lambda: "call"))
     context = SimpleNamespace(get_node_id=lambda: "own")
-    crew._ray = SimpleNamespace(
+    ray = SimpleNamespace(
         wait=wait, get=get, exceptions=SimpleNamespace(RayError=RayError), nodes=lambda: nodes,
-        get_runtime_context=lambda: context,
+        get_runtime_context=lambda: context, is_initialized=lambda: True,
+        cluster_resources=dict, kill=lambda actor: None,
+        remote=lambda **options: lambda worker: SimpleNamespace(remote=lambda options: actor),
     )  # fmt: skip
-    crew._waiting = {"call": 0}
+    monkeypatch.setattr(actors, "_import", lambda: ray)
+    crew = actors.RayCrew(OPTIONS, 1, None)
+    crew.start(0)
     assert len(crew.wait()) == (event == "a failure")
-    crew._waiting = {"call": 0}
+    crew.start(0)
     nodes[0]["Alive"] = False
     with pytest.raises(JobError, match="Ray's node on this machine has ended"):
         crew.wait()
@@ -104,7 +108,7 @@ def test_an_address_without_ray_is_told_at_once(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"Ray cannot be reached at {address}: timed out"):
-            actors._check_reached(address)
+            actors.check_reached(address)
 
         def answer():
             with silent.accept()[0] as other:  # the one before
@@ -116,12 +120,12 @@ def test_an_address_without_ray_is_told_at_once(monkeypatch):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConfigError, match="what answers there is not Ray"):
-            actors._check_reached(address)
+            actors.check_reached(address)
         thread.join()
     for nobody in (address, "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match=f"Ray cannot be reached at {nobody}: "):
-            actors._check_reached(nobody)
-    actors._check_reached("auto")
+            actors.check_reached(nobody)
+    actors.check_reached("auto")
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,8 @@ def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Two workers of pytest may start a cluster each. In a new home both would write its one token.
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    # Ray's workers give way to everything else: beside other tests they would hardly run.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -149,7 +155,13 @@ def replicas(cluster, told):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def llm():
+    with LLM.from_options(OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job(llm, tmp_path_factory):
     """A job, and the file that one engine writes."""
     folder = tmp_path_factory.mktemp("job")
     lines = []
@@ -160,9 +172,9 @@ def job(tmp_path_factory):
     lines += [chat("chat", max_tokens=5), completion("long", "x" * 40_000), completion("c1")]
     lines.append(completion("j", max_tokens=9, response_format={"type": "regex", "regex": "(a"}))
     source = write_lines(folder / "in.jsonl", lines)
-    with LLM.from_options(OPTIONS) as llm:
-        summary = run_file(llm, source, folder / "whole.jsonl")
-        computed = llm.engine.stats.processed_prompt_tokens
+    before = llm.engine.stats.processed_prompt_tokens
+    summary = run_file(llm, source, folder / "whole.jsonl")
+    computed = llm.engine.stats.processed_prompt_tokens - before
     assert summary.failed == 3
     return source, (folder / "whole.jsonl").read_bytes(), computed
 
@@ -171,32 +183,31 @@ def test_the_file_is_that_of_one_engine(cluster, replicas, job, tmp_path):
     source, whole, computed = job
     summary = run_file(replicas, source, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == whole
-    actors._check_reached(cluster)
+    actors.check_reached(cluster)
     stats = replicas.stats()
     assert stats.output_tokens == summary.num_output_tokens > 0
     # How much is stolen, and so computed twice, depends on the replicas' speeds.
     assert computed <= stats.processed_prompt_tokens < stats.logical_prompt_tokens / 4
 
 
-def test_replicas_of_two_processes_each(cluster, replicas):
-    """Beside others. Each actor is rank 0, and the other is its child."""
+def test_a_replica_of_two_processes(cluster, replicas):
+    """Beside others. The actor is rank 0, and the other is its child."""
     options = OPTIONS.replace(tensor_parallel_size=2)
     prompts = [f"Document {i % 3} says what it says. Question {i}" for i in range(12)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     want = [output.outputs[0].token_ids for output in replicas.generate(prompts, params)]
-    with Replicas(2, options, address=cluster) as made:
+    with Replicas(1, options, address=cluster) as made:
         found = made.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in found] == want
-        pid = made.replicas[0].pid
+        (pid,) = (one.pid for one in made.replicas)
         (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert b"onestem.parallel.follower" in Path(f"/proc/{rank}/cmdline").read_bytes()
 
 
-def test_generate_answers_as_one_engine_does(replicas):
+def test_generate_answers_as_one_engine_does(llm, replicas):
     prompts = [f"Document {i % 3} says what it says. Question {i}" for i in range(12)]
     params = [SamplingParams(max_tokens=3 + i % 4, temperature=0) for i in range(12)]
-    with LLM.from_options(OPTIONS) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     found = replicas.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in found] == expected
     assert [output.prompt for output in found] == prompts
@@ -210,8 +221,14 @@ def test_generate_answers_as_one_engine_does(replicas):
         replicas.generate(["a"], "hot")
     with pytest.raises(RequestError, match="prompt 1: prompt is NoneType"):
         replicas.generate(["a", None])
-    with replicas._answering, pytest.raises(RequestError, match="replicas answer another call"):
-        replicas.generate(["a"])
+
+    def asking():
+        with pytest.raises(RequestError, match="replicas answer another call"):
+            replicas.generate(["a"])
+        yield prompts[0]
+
+    (one,) = replicas.generate(asking(), params[0])
+    assert one.outputs[0].token_ids == expected[0]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(replicas, "_pid", 1)
         with pytest.raises(ConfigError, match="a fork of the one with the replicas"):

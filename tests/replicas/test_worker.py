@@ -7,9 +7,9 @@ import pickle
 import pytest
 
 from onestem import LLM, EngineOptions, SamplingParams
+from onestem.engine.engine import Engine
 from onestem.errors import RankError
-from onestem.planner import RunningOrder, plan_job
-from onestem.replicas.replicas import _Listed
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.replicas.worker import Facts, Failure, Worker
 from onestem.request import Request
 
@@ -87,10 +87,10 @@ def test_hand_outs_that_cut_a_group_compute_its_prefix_once(worker, run, levels)
         Request(request_id=str(i), prompt_token_ids=ids, params=params)
         for i, ids in enumerate(prompts)
     ]
-    planned = _Listed(asked, RunningOrder(plan))
+    listed = planned(asked, RunningOrder(plan))
     before = work(worker, run, []).stats.processed_prompt_tokens
     for first in range(0, 12, 4):
-        hand_out = [planned.request(position) for position in range(first, first + 4)]
+        hand_out = [listed.request(position) for position in range(first, first + 4)]
         work(worker, run, hand_out, seconds=0.0)
     to_the_end(worker, run)
     computed = work(worker, run, []).stats.processed_prompt_tokens - before
@@ -98,10 +98,10 @@ def test_hand_outs_that_cut_a_group_compute_its_prefix_once(worker, run, levels)
 
 
 def test_an_engine_that_dies_says_why(worker, monkeypatch):
-    def failing():
+    def failing(engine):
         raise RuntimeError("CUDA error:\nan illegal memory access")
 
-    monkeypatch.setattr(worker._llm.engine, "step", failing)
+    monkeypatch.setattr(Engine, "step", failing)
     assert worker.work(6, requests("a"), 1.0).died == (
         "RuntimeError: CUDA error: an illegal memory access"
     )
@@ -111,10 +111,11 @@ def test_a_rank_that_ends_between_two_calls_says_why(worker, monkeypatch):
     def engine(llm):
         raise RankError(f"{DEATH}: start the engine again")
 
+    before = work(worker, 7, []).stats
     monkeypatch.setattr(LLM, "engine", property(engine))
     report = worker.work(7, requests("a"), 1.0)
     assert report.died == DEATH
-    assert report.stats is worker._stats
+    assert report.stats is before
 
 
 def test_what_cannot_be_loaded_says_why():

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from onestem.batch.spool import NO_TOKENIZER
+from onestem.batch.first_pass import NO_TOKENIZER
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS

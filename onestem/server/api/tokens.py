@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from onestem.batch.spool import NO_TOKENIZER
+from onestem.batch.first_pass import NO_TOKENIZER
 from onestem.checked import check, without_nulls
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.errors import RequestError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onestem.batch import EngineDiedError, JobInput, JobSummary, Progress, run_job
+from onestem.batch import EngineDiedError, JobInput, JobSummary, Progress, Rules, run_job
 from onestem.batch.format import KIND_OF_URL, LineError, url_of
 from onestem.batch.guard import ENDS
 from onestem.batch.workplace import DiskFullError, is_full
@@ -23,7 +24,6 @@ from onestem.checked import show
 from onestem.errors import JobError, OnestemError, in_one_line
 from onestem.jobs import schema_options
 from onestem.openai.read import JsonError, read_object
-from onestem.request import Request
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.logs import log
@@ -48,8 +48,7 @@ class Jobs:
     """All batches of a server.
 
     Args:
-        model: makes the arguments of `run_job` that describe the model.
-        check: raises `RequestError` for a request that can never be answered.
+        model: makes the rules and the arguments of `run_job` that describe the model.
         tenant: the holder of a name.
         most_bytes: of a key's files in all.
 
@@ -62,8 +61,7 @@ class Jobs:
         store: Store,
         client: EngineClient,
         schemas: Schemas,
-        model: Callable[[], dict[str, Any]],
-        check: Callable[[Request], object],
+        model: Callable[[], tuple[Rules, dict[str, Any]]],
         tenant: Callable[[str], Tenant],
         most_bytes: int,
     ) -> None:
@@ -73,7 +71,6 @@ class Jobs:
         self._client = client
         self._schemas = schemas
         self._model = model
-        self._check = check
         self._wake = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
         self.active: tuple[str, JobAttempt] | None = None
@@ -269,17 +266,21 @@ class Jobs:
         source = self._store.files / record["input_file_id"]
         if record["status"] == "validating":
             _check_urls(source, record["endpoint"], run)
-        model = self._model()
+        rules, model = self._model()
         place = self._place(record["id"])
         markups = json.loads(place.with_name(SCHEMAS).read_text())
         model["options"] |= schema_options(markups)
+        rules = dataclasses.replace(
+            rules,
+            validate=partial(run.validate, rules.validate),
+            compile_pml=self._schemas.compiler(markups),
+        )
         return run_job(
             source,
             place,
+            rules,
             **model,
-            validate=partial(run.validate, self._check),
             run=run,
-            compile_pml=self._schemas.compiler(markups),
             on_progress=partial(self._note_progress, owner, record["id"], reading),
             on_warning=lambda what: log.warning("job_mended", job=record["id"], what=what),
             keep_going=True,

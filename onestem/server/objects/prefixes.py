@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from onestem.batch.spool import NO_TOKENIZER
+from onestem.batch.first_pass import NO_TOKENIZER
 from onestem.checked import show
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
