@@ -507,7 +507,7 @@ def test_closing_behind_its_event_loop_ends_the_engine(model):
     asyncio.run(served.start())
     asyncio.run(served.close())
     assert launcher.link.process.wait(20) is not None
-    del served
+    del served, launcher
     gc.collect()  # the warning is of this test
 
 

@@ -198,13 +198,13 @@ TASKS = {"modules": modules, "formats": formats}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], default=list(TASKS))
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="of modules")
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.json")
     options = parser.parse_args()
     before = json.loads(options.out.read_text())["tasks"] if options.out.exists() else {}
-    for name in options.tasks:
+    for name in options.tasks or TASKS:
         before[name] = TASKS[name](options)
         print(name, json.dumps(before[name], indent=1), flush=True)
     result = {

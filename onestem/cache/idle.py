@@ -40,6 +40,7 @@ class Kind:
         return (self.used + 1) / (self.used + self.lost + 2)
 
     def fade(self, factor: float) -> None:
+        """Let what was counted so far weigh less."""
         self.used *= factor
         self.lost *= factor
 
@@ -56,9 +57,6 @@ class IdleRuns:
     p is learned for two kinds of runs: those that several sequences continued, and those that none
     or one did, as in a conversation. The second kind is the unit (p = 1), so its runs are evicted
     least recently used first. Of runs released together, the one that ends last goes first.
-
-    Args:
-        pool: the pages.
 
     Attributes:
         clock: counts releases.

@@ -7,6 +7,7 @@ that names the key may read them. Its pages share the tree's pool and eviction o
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,20 +40,16 @@ class ModuleRun(Run):
         return self.computed == len(self.tokens)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleStore:
-    """Module runs by name.
+    """Module runs by name. Those that may be evicted are in one order with the tree's."""
 
-    Args:
-        pool: the KV pages.
-        idle: runs that may be evicted, here and in the tree.
-    """
-
-    def __init__(self, pool: PagePool, idle: IdleRuns) -> None:
-        self.pool = pool
-        self._idle = idle
-        self._runs: dict[Hashable, ModuleRun] = {}
+    pool: PagePool
+    _idle: IdleRuns
+    _runs: dict[Hashable, ModuleRun] = field(default_factory=dict)
 
     def get(self, name: Hashable) -> ModuleRun | None:
+        """The run of a name; None: there is none."""
         return self._runs.get(name)
 
     def attach(
@@ -72,6 +69,7 @@ class ModuleStore:
         return run
 
     def pin(self, run: ModuleRun) -> None:
+        """Keep a run."""
         run.pins += 1
         if run.pins == 1:
             self.pool.hold(run.pages)

@@ -19,16 +19,19 @@ class PagePool:
     Runs whose tokens are in a page refer to it (several do after a split). It is free again when
     the last of them releases it. It is *held* while any of these runs is pinned: pages that are
     neither free nor held can be evicted.
+
+    Attributes:
+        num_free, num_held: pages that are so now.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = np.ones(num_pages, bool)
-        self._num_free = num_pages
+        self.num_free = num_pages
         self._refs = np.zeros(num_pages, np.int32)
         self._holds = np.zeros(num_pages, np.int32)
-        self._num_held = 0
+        self.num_held = 0
         self._lowest = 0  # no free page is below it
 
     @property
@@ -37,17 +40,9 @@ class PagePool:
         return self.num_pages * self.page_size
 
     @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
-    def num_held(self) -> int:
-        return self._num_held
-
-    @property
     def num_available(self) -> int:
         """Pages that are free or that eviction can free."""
-        return self.num_pages - self._num_held
+        return self.num_pages - self.num_held
 
     def pages_for(self, tokens: int, offset: int = 0) -> int:
         """Pages that `tokens` tokens take from slot `offset` on."""
@@ -57,11 +52,11 @@ class PagePool:
         """Take `count` free pages, consecutive where possible: a run in consecutive slots is read
         in place. Pages next to page `after` come first, then the lowest: memory that was used
         before costs no page faults."""
-        if count > self._num_free:
-            raise CacheError(f"{count} pages asked, {self._num_free} of {self.num_pages} are free")
+        if count > self.num_free:
+            raise CacheError(f"{count} pages asked, {self.num_free} of {self.num_pages} are free")
         pages = self._stretch(count, after)
         self._free[pages] = False
-        self._num_free -= count
+        self.num_free -= count
         self._refs[pages] = 1
         if count and pages[0] == self._lowest:
             self._lowest = int(pages[-1]) + 1
@@ -79,13 +74,13 @@ class PagePool:
         if missing:
             pages[~fits] = next(self._free_pages(missing))[:missing]
         self._free[pages] = False
-        self._num_free -= len(pages)
+        self.num_free -= len(pages)
         self._refs[pages] = 1
         return pages
 
     def hold_new(self, pages: np.ndarray) -> None:
-        """`hold` for distinct pages that are not held."""
-        self._num_held += len(pages)
+        """`hold` for distinct pages, int64 `[n]`, that are not held."""
+        self.num_held += len(pages)
         self._holds[pages] = 1
 
     def _stretch(self, count: int, after: int | None) -> np.ndarray:
@@ -129,19 +124,20 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 self._free[page] = True
-                self._num_free += 1
+                self.num_free += 1
                 self._lowest = min(self._lowest, page)
 
     def hold(self, pages: Iterable[int]) -> None:
         """Note that the run of these pages became pinned (or that a pinned run got them)."""
         for page in pages:
-            self._num_held += int(self._holds[page] == 0)
+            self.num_held += int(self._holds[page] == 0)
             self._holds[page] += 1
 
     def unhold(self, pages: Iterable[int]) -> None:
+        """Note that the run of these pages is pinned no more."""
         for page in pages:
             self._holds[page] -= 1
-            self._num_held -= int(self._holds[page] == 0)
+            self.num_held -= int(self._holds[page] == 0)
 
     def check(self, runs: Iterable[tuple[list[int], bool]]) -> None:
         """Raise `CacheError` unless the books agree with the given runs (pages, pinned)."""
@@ -155,16 +151,16 @@ class PagePool:
         holds = np.bincount(np.array(held, np.int64), minlength=self.num_pages)
         if not np.array_equal(refs, self._refs) or not np.array_equal(refs == 0, self._free):
             raise CacheError(
-                f"KV pages do not balance: {int((refs > 0).sum())} in runs + {self._num_free} free "
+                f"KV pages do not balance: {int((refs > 0).sum())} in runs + {self.num_free} free "
                 f"of {self.num_pages}"
             )
-        if not np.array_equal(holds, self._holds) or int((holds > 0).sum()) != self._num_held:
+        if not np.array_equal(holds, self._holds) or int((holds > 0).sum()) != self.num_held:
             raise CacheError(
                 f"held KV pages do not balance: {int((holds > 0).sum())} by runs, "
-                f"{self._num_held} counted"
+                f"{self.num_held} counted"
             )
-        if int(self._free.sum()) != self._num_free:
+        if int(self._free.sum()) != self.num_free:
             raise CacheError(
                 f"free KV pages do not balance: {int(self._free.sum())} marked, "
-                f"{self._num_free} counted"
+                f"{self.num_free} counted"
             )

@@ -31,10 +31,10 @@ class PrefixCache:
     """The runs, their tree and their pages.
 
     Attributes:
+        idle: runs that may be evicted.
         modules: runs outside of the tree, in the same pages.
 
     Args:
-        pool: the KV pages.
         enabled: False: every path is private, and nothing is shared (`share="off"`).
         idle: the eviction order; None: a new `IdleRuns`.
     """
@@ -48,11 +48,9 @@ class PrefixCache:
         self.root.pins = 1
         self.tree = RadixTree(self.root)
         self._private: set[Run] = set()
-        self._idle = IdleRuns(pool) if idle is None else idle
+        self.idle = IdleRuns(pool) if idle is None else idle
         self._least_evicted = min(LEAST_EVICTED, int(pool.num_pages * LEAST_EVICTED_SHARE))
-        self.modules = ModuleStore(pool, self._idle)
-
-    # ----------------------------------------------------------------------------- paths
+        self.modules = ModuleStore(pool, self.idle)
 
     def attach(
         self,
@@ -81,7 +79,7 @@ class PrefixCache:
         while node.owner is owner and node.computed == 0 and node.parent is not None:
             own = self.tree.holds(node)
             node = node.parent
-        self._idle.use(node, beside=len(node.children) > own)
+        self.idle.use(node, beside=len(node.children) > own)
 
     def branch(
         self, parent: Run, tokens: Sequence[int], owner: object, label: Label = PLAIN[0].label
@@ -130,7 +128,7 @@ class PrefixCache:
 
     def unpin(self, node: Run) -> None:
         """Release a path. Runs that nobody holds stay until their pages are needed."""
-        self._idle.clock += 1
+        self.idle.clock += 1
         for run in reversed(node.path()):
             run.pins -= 1
             if run.pins == 0:
@@ -140,7 +138,7 @@ class PrefixCache:
     def _retire(self, run: Run) -> None:
         """Keep the computed part of a run that nobody holds any more, if others can find it."""
         run.owner, run.grows = None, False
-        self._idle.let_go(run)
+        self.idle.let_go(run)
         if run in self._private:
             self._adopt(run)
         if run in self._private or run.computed == 0:
@@ -197,8 +195,6 @@ class PrefixCache:
             if run.owner is owner:
                 run.owner = None
 
-    # ----------------------------------------------------------------------------- pages
-
     def reserve(self, run: Run, tokens: int) -> bool:
         """Give a pinned run pages for its first `tokens` tokens, evicting if needed."""
         missing = self.pool.pages_for(tokens, run.offset) - len(run.pages)
@@ -231,13 +227,13 @@ class PrefixCache:
         if pages > self.pool.num_available:
             return False
         while self.pool.num_free < pages:
-            if not self._idle.evict_one(pages - self.pool.num_free):
+            if not self.idle.evict_one(pages - self.pool.num_free):
                 return False
         return True
 
     def _note_idle(self, run: Run) -> None:
         if run.pins == 0 and not run.children and run is not self.root:
-            self._idle.note(run, self)
+            self.idle.note(run, self)
 
     def evict(self, run: Run, last_used: int, pages: int) -> int:
         """Free at least `pages` pages, or all, from the end of a leaf that nobody has held since
@@ -262,12 +258,11 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Evict everything that nobody holds."""
-        while self._idle.evict_one(self.pool.num_pages):
+        while self.idle.evict_one(self.pool.num_pages):
             pass
 
-    # ----------------------------------------------------------------------------- books
-
     def runs(self) -> Iterator[Run]:
+        """All runs: in the tree, private, and of modules."""
         yield from self.tree
         yield from self._private
         yield from self.modules

@@ -76,6 +76,7 @@ class Run(Node):
 
     @property
     def num_matchable(self) -> int:
+        """All tokens; of a run that `grows` those that have KV, without the last one."""
         return min(self.computed, len(self.tokens) - 1) if self.grows else len(self.tokens)
 
     def split_off(self, at: int) -> Run:

@@ -56,6 +56,7 @@ class HostStore:
         return len(self._modules)
 
     def get(self, name: Hashable) -> Tensor | None:
+        """A module `[num_values]`, which counts as used; None: it is not here."""
         with self._lock:
             module = self._modules.get(name)
             if module is not None:
@@ -63,7 +64,7 @@ class HostStore:
             return module
 
     def put(self, name: Hashable, module: Tensor) -> bool:
-        """Keep a module; False if it alone exceeds the budget."""
+        """Keep a module `[num_values]`; False if it alone exceeds the budget."""
         if module.nbytes > self.budget:
             return False
         with self._lock:
@@ -104,7 +105,7 @@ class DiskStore:
         return self.path(name).is_file()
 
     def get(self, name: Hashable, num_values: int, dtype: torch.dtype) -> Tensor | None:
-        """A module; None if there is no file, or its contents are not what they should be."""
+        """A module `[num_values]`; None: there is no file, or it is damaged or of another kind."""
         path = self.path(name)
         try:
             with native(str(path), CacheError), safe_open(path, "pt") as file:
@@ -123,7 +124,7 @@ class DiskStore:
         return module
 
     def put(self, name: Hashable, module: Tensor) -> bool:
-        """Write a module: a reader finds all of it or nothing. False if there is no room."""
+        """Write a module `[num_values]`: a reader finds all of it or nothing. False: no room."""
         if module.nbytes > self.budget:
             return False
         path = self.path(name)

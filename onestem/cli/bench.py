@@ -46,7 +46,11 @@ def _added() -> dict[str, Any]:
 
 
 def _may_be_model(name: str) -> bool:
-    return name == EMBEDDED or is_shape(name) or "/" in name or Path(name).exists()
+    from onestem.models.local import local_models
+
+    if name == EMBEDDED or is_shape(name) or "/" in name or Path(name).exists():
+        return True
+    return any(model.name == name.lower() for model in local_models())
 
 
 class BenchGroup(HintingGroup):

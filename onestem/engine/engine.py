@@ -55,10 +55,8 @@ class Engine:
     """Answers requests with one model.
 
     Args:
-        decoder: the model.
         tokenizer: None for a model without one: prompts are token ids and there is no text.
         defaults: the model's sampling defaults and end-of-sequence ids.
-        options: how it is run.
         num_pages: pages of KV memory (`options.kv_memory` is what they were counted from).
         team: the other processes that hold the model together; None: one device holds it.
 
@@ -106,10 +104,7 @@ class Engine:
             sampler.warm_up()
         eos = defaults.ends(() if tokenizer is None else tokenizer.end_ids, config.vocab_size)
         self.weights = Weights(
-            decoder,
-            runner,
-            release=self._release,
-            written=lambda version: self.requests.note_weights(version),
+            decoder, runner, self._release, lambda version: self.requests.note_weights(version)
         )
         self.requests = Requests(
             self.weights,
@@ -141,13 +136,7 @@ class Engine:
             self.cache, table, windows=runner.windows, share=share != "storage"
         )
         self.launcher = Launcher(runner, sampler)
-        self.results = Results(
-            scheduler=self.scheduler,
-            table=table,
-            sampler=sampler,
-            eos_token_ids=eos,
-            stats=self.stats,
-        )
+        self.results = Results(self.scheduler, table, sampler, eos, self.stats)
         self._suspects = Suspects()
         self._checks = CheckPace()
         self.trace: StepTrace | None = None
@@ -320,7 +309,7 @@ class Engine:
     def _sample(self, draft: StepDraft, logits: Logits) -> None:
         """Sample the launched step's rows, and count the step."""
         changes = draft.changes
-        draft.commit()
+        draft.is_launched = True
         self.results.note_launched(changes.chunks)
         if self.tiers is not None:
             self.tiers.save_complete(chunk.module for chunk in changes.chunks)
@@ -331,7 +320,7 @@ class Engine:
         stats, pool = self.stats, self.cache.pool
         stats.steps += 1
         stats.shared_read_tokens += self.batch_rows.shared_read_tokens
-        stats.note_held(pool.num_held * pool.page_size)
+        stats.peak_kv_tokens = max(stats.peak_kv_tokens, pool.num_held * pool.page_size)
         stats.num_preempted = self.scheduler.room.num_preempted
         stats.model_seconds += time.perf_counter() - self.launcher.began
         if self.trace is not None:

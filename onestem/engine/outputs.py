@@ -18,12 +18,14 @@ from onestem.request import (
 )
 from onestem.scores import PathScores
 
-__all__ = ["BROKEN", "EngineStats", "aborted_output", "refused_output", "request_output"]
-
-
-BROKEN = "the engine failed at this answer: "
+__all__ = ["EngineStats", "broken", "refused_output", "request_output", "unbegun_output"]
 
 log = logging.getLogger(__name__)
+
+
+def broken(error: BaseException) -> str:
+    """The `stop_reason` of an answer that an error of the engine has cost."""
+    return f"the engine failed at this answer: {type(error).__name__}: {error}"
 
 
 def request_output(state: RequestState) -> RequestOutput:
@@ -32,7 +34,7 @@ def request_output(state: RequestState) -> RequestOutput:
         return _output(state)
     except Exception as error:
         log.error("request %s: no output", state.request.request_id, exc_info=error)
-        return refused_output(state.request, f"{BROKEN}{type(error).__name__}: {error}")
+        return refused_output(state.request, broken(error))
 
 
 def _output(state: RequestState) -> RequestOutput:
@@ -58,17 +60,15 @@ def _copied(metrics: RequestMetrics) -> RequestMetrics:
     return copied
 
 
-def aborted_output(request: Request) -> RequestOutput:
-    """A request that ended before anything was computed for it."""
-    return _unbegun(request, "abort", None)
-
-
 def refused_output(request: Request, reason: str) -> RequestOutput:
     """A request that can never be answered."""
-    return _unbegun(request, "error", reason)
+    return unbegun_output(request, "error", reason)
 
 
-def _unbegun(request: Request, finish: FinishReason, reason: str | None) -> RequestOutput:
+def unbegun_output(
+    request: Request, finish: FinishReason, reason: str | None = None
+) -> RequestOutput:
+    """A request that ended before anything was computed for it."""
     outputs = [
         CompletionOutput(index=i, text="", token_ids=[], finish_reason=finish, stop_reason=reason)
         for i in range(request.params.n)
@@ -189,13 +189,11 @@ class EngineStats:
             return 0.0
         return 1 - self.processed_prompt_tokens / self.logical_prompt_tokens
 
-    def note_held(self, kv_tokens: int) -> None:
-        """Note the KV memory in use, in tokens."""
-        self.peak_kv_tokens = max(self.peak_kv_tokens, kv_tokens)
-
     def reset(self) -> None:
+        """Count from 0 again."""
         for field in fields(self):
             setattr(self, field.name, field.default)
 
     def to_dict(self) -> dict[str, float]:
+        """The counts and the saving, by name."""
         return {**asdict(self), "saving": self.saving}

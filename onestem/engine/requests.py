@@ -12,7 +12,7 @@ from onestem.cache import PrefixCache
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import Grammar
 from onestem.engine.modules.tiers import ModuleTiers
-from onestem.engine.outputs import EngineStats, aborted_output, refused_output
+from onestem.engine.outputs import EngineStats, refused_output, unbegun_output
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
     SequenceFactory,
@@ -28,7 +28,7 @@ from onestem.engine.schedule.pins import (
     PrefixRequest,
     prefix_id,
 )
-from onestem.engine.schedule.queue import Gate, HybridQueue
+from onestem.engine.schedule.queue import HybridQueue
 from onestem.engine.schedule.scheduler import Scheduler
 from onestem.engine.sequence import RequestState
 from onestem.engine.text.tokenizer import Tokenizer
@@ -80,19 +80,12 @@ class Requests:
         self.tokenizer = tokenizer
         self.on_begin: Callable[[list[str]], object] = lambda request_ids: None
         self.tiers: ModuleTiers | None = None
-        self.queue = HybridQueue(cache.tree, options.max_passed, self._gate)
-        self.pins = PinnedPrefixes(
-            cache,
-            self.queue.interactive,
-            max_model_len=limit,
-            bytes_per_token=weights.decoder.kv_bytes_per_token,
-        )
         self.grammars = (
             GrammarCompiler(tokenizer, config.vocab_size, eos or None) if tokenizer else None
         )
         self.factory = SequenceFactory(
-            config,
-            cache.pool,
+            config=config,
+            pool=cache.pool,
             kept_pages=lambda: self.pins.num_pages,
             tokenizer=tokenizer,
             grammars=self.grammars,
@@ -101,7 +94,14 @@ class Requests:
             seed=options.seed,
             stats=stats,
         )
-        self.factory.on_forgotten = self._leave_job
+        self.factory.on_forgotten = lambda request_id: self._job_of.pop(request_id, None)
+        self.queue = HybridQueue(cache.tree, options.max_passed, self.factory.gate)
+        self.pins = PinnedPrefixes(
+            cache,
+            self.queue.interactive,
+            max_model_len=limit,
+            bytes_per_token=weights.decoder.kv_bytes_per_token,
+        )
         pool = cache.pool
         kv_tokens = pool.num_pages * pool.page_size
         most = answer_memory_bytes(options.answer_memory)
@@ -119,8 +119,8 @@ class Requests:
         self._check_pml = partial(
             check_pml, config=config, tokenizer=tokenizer, page_size=pool.page_size
         )
-        # Ids of requests that were read and have not ended, by job.
-        self._jobs: dict[str, dict[str, None]] = {}
+        # Of requests that were read and have not ended, by id.
+        self._job_of: dict[str, str] = {}
         self._cache = cache
         self._sampler = sampler
         self._weights = weights
@@ -188,14 +188,6 @@ class Requests:
             check_format(self.grammars.compile, request)
         return request
 
-    def _gate(self, request: Request, key: str, weight: float) -> Gate:
-        """A grammar that is not compiled yet delays its request, and no other."""
-        answer, reason = self.factory.gate(request, key, weight)
-        if answer is Gate.REFUSE:
-            self.factory.forget(request.request_id)
-            self.factory.refused.append(refused_output(request, reason))
-        return answer
-
     def prefetch_modules(self, segments: Iterable[Segment], cache_salt: str = "") -> None:
         """Read modules that may soon be wanted from the disk, if they are only there."""
         if self.tiers is not None:
@@ -229,7 +221,6 @@ class Requests:
         """
         if job_id in self.job_ids:
             raise RequestError(f"job id {job_id!r} is in use: give each job its own")
-        self._jobs[job_id] = {}
         # Not a generator, which would end with the first error that it passes on.
         checked = filter(None, map(partial(self._of_job, job_id), requests))
         self.queue.add_job(job_id, checked, first=first, groups=groups)
@@ -240,15 +231,16 @@ class Requests:
         except RequestError as error:
             self.factory.refused.append(refused_output(request, str(error)))
             return None
-        self._jobs[job_id][request.request_id] = None
+        self._job_of[request.request_id] = job_id
         return request
 
     def remove_job(self, job_id: str) -> list[RequestOutput]:
         """Forget a job's requests that have not begun, and abort the others. Returns
         their outputs."""
         self.queue.remove_job(job_id)
+        read = [request_id for request_id, job in self._job_of.items() if job == job_id]
         outputs = []
-        for request_id in self._jobs.pop(job_id, ()):
+        for request_id in read:
             self.factory.forget(request_id)
             outputs.append(self.abort(request_id))
         return [output for output in outputs if output is not None]
@@ -256,14 +248,7 @@ class Requests:
     @property
     def job_ids(self) -> list[str]:
         """Jobs that have requests here."""
-        queued = set(self.queue.job_ids)
-        self._jobs = {name: left for name, left in self._jobs.items() if left or name in queued}
-        return list(self._jobs)
-
-    def _leave_job(self, request_id: str) -> None:
-        """Note that a request has ended, if a job has it."""
-        for left in self._jobs.values():
-            left.pop(request_id, None)
+        return list(dict.fromkeys((*self._job_of.values(), *self.queue.job_ids)))
 
     def pin_prefix(self, name: str, token_ids: SequenceABC[int], cache_salt: str = "") -> None:
         """Compute a prefix (through `step`) and keep it until `unpin_prefix`.
@@ -293,7 +278,7 @@ class Requests:
         waiting = self.queue.interactive.remove(request_id)
         if waiting is not None:
             self.factory.forget(request_id)
-            return aborted_output(waiting)
+            return unbegun_output(waiting, "abort")
         state = self.states.get(request_id)
         return None if state is None else self._end(state)
 
@@ -302,7 +287,7 @@ class Requests:
         for state in ended:
             request = state.request
             self.states.pop(request.request_id, None)
-            self._leave_job(request.request_id)
+            self._job_of.pop(request.request_id, None)
             aborted = any(sequence.finish_reason == "abort" for sequence in state.sequences)
             if isinstance(request, PrefixRequest) and not aborted:
                 self.pins.computed(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,37 +22,25 @@ __all__ = ["TAGS", "Weights"]
 TAGS = ("weights", "kv_cache")
 
 
+@dataclass(eq=False, repr=False)
 class Weights:
     """One engine's weights, and its KV memory as far as it goes and comes with them.
 
-    Args:
-        release: takes what is in flight and drops all keys and values; called before anything
-            changes.
-        written: called with the version of weights that were written.
-
     Attributes:
-        decoder: the model.
         version: of the weights; what the checkpoint has is version 0.
         level: at which it was put to sleep; 0: it is awake.
         asleep: tags that are not awake.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        runner: StepRunner,
-        *,
-        release: Callable[[], None],
-        written: Callable[[int], None],
-    ) -> None:
-        self.version = 0
-        self.level = 0
-        self.asleep: set[str] = set()
-        self.decoder = decoder
-        self._runner = runner
-        self._release = release
-        self._written = written
-        self._missing: set[str] = set()  # tensors whose values were dropped
+    decoder: Decoder
+    _runner: StepRunner
+    # Takes what is in flight and drops all keys and values; called before anything changes.
+    _release: Callable[[], None]
+    _written: Callable[[int], None]  # called with the version of weights that were written
+    version: int = 0
+    level: int = 0
+    asleep: set[str] = field(default_factory=set)
+    _missing: set[str] = field(default_factory=set)  # tensors whose values were dropped
 
     @property
     def is_ready(self) -> bool:

@@ -21,8 +21,8 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import AutoTokenizer
 
+from onestem.engine.text.tokenizer import read_hugging_face
 from onestem.errors import ConfigError, RequestError
 from onestem.llm import LLM
 from onestem.request import SamplingParams
@@ -74,7 +74,7 @@ class OnestemLM(TemplateLM):
         self.llm = llm
         if self.llm.tokenizer is None:
             raise ConfigError(f"{self.llm.path} has no tokenizer, which lm-eval needs")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.llm.path)
+        self.tokenizer: Any = read_hugging_face(self.llm.path)
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
         self._think_end_token = think_end_token

@@ -26,7 +26,7 @@ from onestem.models.formats.stored import (
     stored_weight,
     wrong_values,
 )
-from onestem.models.gguf.tensors import GgufTensor, gguf_tensors
+from onestem.models.gguf_tensors import GgufTensor, gguf_tensors
 from onestem.models.names import Role, listed
 from onestem.models.quantization import Scheme
 from onestem.models.shards import opened, tensor_files

@@ -113,16 +113,9 @@ class CompiledPrompt:
     @cached_property
     def ordered_token_ids(self) -> np.ndarray:
         """int32: tokens in use except placeholders, in the order of their positions."""
-        shown = [index for index, one in enumerate(self.segments) if one.kind != "placeholder"]
-        kept = np.isin(self.segment_of, shown)
-        order = np.argsort(self.positions[kept], kind="stable")
-        return self.token_ids[kept][order]
-
-    @cached_property
-    def segment_of(self) -> np.ndarray:
-        """int32 `[num_tokens]`: index of each token's segment."""
-        counts = [segment.in_use for segment in self.segments]
-        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        shown = [segment for segment in self.segments if segment.kind != "placeholder"]
+        shown.sort(key=lambda segment: segment.position)  # no two share a position
+        return _joined([segment.token_ids[: segment.in_use] for segment in shown])
 
     @property
     def num_tokens(self) -> int:

@@ -150,6 +150,7 @@ class CompletionOutput:
         self.choice = then.choice
 
 
+@dataclass(slots=True, eq=False)
 class Told:
     """How much of one sequence's answer was handed out.
 
@@ -157,12 +158,9 @@ class Told:
         text, tokens: number of characters and of tokens. ended: whether its end was, too.
     """
 
-    __slots__ = ("ended", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text = 0
-        self.tokens = 0
-        self.ended = False
+    text: int = 0
+    tokens: int = 0
+    ended: bool = False
 
     def news(self, sequence: CompletionOutput) -> CompletionOutput | None:
         """What is new in an answer, which counts as handed out from now on; None: nothing."""
@@ -230,6 +228,7 @@ class Completion(_Described, CompletionOutput):
 
     @cached_property
     def logprobs(self) -> list[Logprobs] | None:  # type: ignore[override]
+        """Of each token, and of those in its place; None: not asked for."""
         return self._described()
 
 
@@ -245,6 +244,7 @@ class Answer(_Described, RequestOutput):
 
     @cached_property
     def prompt_logprobs(self) -> list[Logprobs | None] | None:  # type: ignore[override]
+        """Of each token of the prompt, as far as it was scored; None: not asked for."""
         return self._described()
 
     @staticmethod

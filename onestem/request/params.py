@@ -248,6 +248,7 @@ class SamplingParams(Checked):
         return hash(tuple(_hashable(value) for _, value in self))
 
     def replace(self, **changes: Any) -> Self:
+        """A copy with other values, checked together."""
         kept: dict[str, Any] = {}
         if changes.get("structured_outputs") is not None:
             kept["response_format"] = None  # the same field by another name

@@ -82,7 +82,7 @@ def test_a_pool_that_never_fills_remembers_no_more_than_it_holds():
     for _ in range(2000):
         cache.modules.unpin(module(cache, "a", 4))
         cache.unpin(cache.attach(ids([1, 2, 3]), 2, "owner"))
-    assert len(cache._idle._heap) < 300
+    assert len(cache.idle._heap) < 300
     assert [run.name for run in cache.modules] == ["a"]
 
 
@@ -94,7 +94,7 @@ class AnyOrder(IdleRuns):
 def evict_first(cache: PrefixCache, pages: int) -> bool:
     """Of all that may go the first loses pages, and nobody else; False if nobody may."""
     before = {run: len(run.pages) for run in cache.runs() if not run.pins and not run.children}
-    assert cache._idle.evict_one(pages) == bool(before)
+    assert cache.idle.evict_one(pages) == bool(before)
     if before:
         first = min(before, key=lambda run: (run.rank, run.last_used, -run.end, run.uid))
         assert [run for run in before if len(run.pages) < before[run]] == [first]

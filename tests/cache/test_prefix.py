@@ -252,7 +252,7 @@ def test_who_goes_on_alone_shares_with_nobody():
     cache.clear()
     ask(cache, history[:8])
     ask(cache, history[:16])
-    assert cache._idle.evict_one(2)
+    assert cache.idle.evict_one(2)
     left = ask(cache, history)
     assert (left.end, left.is_shared) == (8, False)
 
@@ -283,7 +283,7 @@ def test_conversations_go_least_recently_used_first():
         ask(cache, histories[i])
         last[i] = step
     gone = []
-    while cache._idle.evict_one(1):
+    while cache.idle.evict_one(1):
         heads = {run.tokens[0] // 1000 for run in cache.tree if run.parent is cache.root}
         gone += [i for i in range(6) if i not in heads and i not in gone]
     assert gone == sorted(range(6), key=last.__getitem__)

@@ -24,8 +24,8 @@ def watched(engine: Engine) -> list[int]:
 def compare(engine: Engine) -> None:
     """Each row sees the same keys as in rows made anew, and stands and writes in the same place."""
     batch_rows = engine.batch_rows
-    anew = BatchRows(engine.cache, batch_rows.table, windows=(None,), share=batch_rows._share)
-    anew._put([sequence for sequence in batch_rows.sequences if sequence is not None])
+    anew = BatchRows(engine.cache, batch_rows.table, windows=(None,), share=batch_rows.share)
+    anew.rebuild([sequence for sequence in batch_rows.sequences if sequence is not None])
     assert sorted(anew.rows.sid.tolist()) == sorted(batch_rows.rows.sid.tolist())
     plan = anew.inputs.plans[None]
     other = {sid: row for row, sid in enumerate(anew.rows.sid.tolist())}

@@ -31,7 +31,7 @@ from onestem.pml import (
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
-from tests.pml.mask import visible
+from tests.pml.mask import segment_of, visible
 
 Seen = dict[tuple[str, int, int], Tensor]
 
@@ -116,7 +116,7 @@ def whole(compiled: CompiledPrompt, new: Sequence[int]) -> tuple[Tensor, Tensor,
     mask = np.zeros((len(ids), len(ids)), bool)
     count = compiled.num_tokens
     mask[:count, :count] = visible(compiled)
-    kinds = np.array([segment.kind for segment in compiled.segments])[compiled.segment_of]
+    kinds = np.array([segment.kind for segment in compiled.segments])[segment_of(compiled)]
     mask[count:, :count] = kinds != "placeholder"
     mask[count:, count:] = np.tril(np.ones((len(new), len(new)), bool))
     positions = np.concatenate([compiled.positions, after])

@@ -73,7 +73,7 @@ class Simulation:
             sequence.extend([self.next_token])
             if self.is_done(sequence):
                 sequence.finish_reason = "length"
-                self.scheduler.finish(sequence)
+                self.scheduler.room.finish(sequence)
         self.decoding = rows
         return True
 

@@ -177,7 +177,7 @@ def test_other_weights_while_requests_run_and_sleep(tiny, tmp_path, level: int |
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, n=2)
     options = {"dtype": "float32", "kv_memory": "16MiB", "seed": 0}
     with LLM(before, device="cuda", **options) as llm:
-        captured = dict(llm.engine.launcher.runner._graphs)
+        captured = dict(llm.engine.launcher.runner.graphs)
         last, done = {}, False
         for number, answer_ in enumerate(llm.stream(shared_prompts(), params)):
             last[answer_.index] = answer_
@@ -191,7 +191,7 @@ def test_other_weights_while_requests_run_and_sleep(tiny, tmp_path, level: int |
                 llm.wake_up()
                 done = True
         assert done
-        kept = llm.engine.launcher.runner._graphs
+        kept = llm.engine.launcher.runner.graphs
         assert (kept == captured) is (level is None)
         assert kept.keys() == captured.keys()
     with LLM(before, device="cpu", **options) as old, LLM(after, device="cpu", **options) as new:

@@ -92,14 +92,10 @@ def process_of(compiler: GrammarCompiler) -> Process:
 
 def kill(process: Process) -> None:
     """As the kernel does where memory is short."""
-    os.kill(process.pid, signal.SIGKILL)
-    wait_for(process)
-
-
-def wait_for(process: Process) -> None:
     until = time.monotonic() + 60
     while not process.has_ended:
         assert time.monotonic() < until
+        os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

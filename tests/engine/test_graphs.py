@@ -37,27 +37,27 @@ class Replayed(graphs.GraphRunner):
     `joined`: how many of those walk short runs as one."""
 
     def __init__(self, *args, **options) -> None:
-        self.replays: list[graphs._Shape] = []
+        self.replays: list[graphs.GraphShape] = []
         self.words: list[int] = []
         self.joined = 0
         super().__init__(*args, **options)
         self.depth = 1
 
-    def _write_lists(self, inputs: StepInputs) -> bool:
-        fits = super()._write_lists(inputs)
+    def write_lists(self, inputs: StepInputs) -> bool:
+        fits = super().write_lists(inputs)
         if fits:
-            lists = [space.work for space in self._workspaces.values()]
+            lists = [space.work for space in self.workspaces.values()]
             self.words.extend(work.num_words for work in lists)
             self.joined += sum(len(work.pages) > len(work.plan.run_pages) for work in lists)
         return fits
 
-    def _capture(self, shape: graphs._Shape):
+    def capture(self, shape: graphs.GraphShape):
         hidden = torch.empty(shape.rows, self.decoder.config.hidden_size)
 
         @torch.inference_mode()
         def replay() -> None:
             self.replays.append(shape)
-            hidden.copy_(self._fixed_forward(shape))
+            hidden.copy_(self.fixed_forward(shape))
 
         return SimpleNamespace(graph=SimpleNamespace(replay=replay), hidden=hidden)
 
@@ -66,13 +66,13 @@ class Replayed(graphs.GraphRunner):
 def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     """Makes engines whose work lists may take so many words."""
 
-    def staging(max_rows: int) -> graphs._Staging:
+    def staging(max_rows: int) -> graphs.Staging:
         values = torch.zeros(3, max_rows, dtype=torch.int64)
-        return graphs._Staging(
+        return graphs.Staging(
             values, values.numpy(), SimpleNamespace(synchronize=lambda: None, record=lambda: None)
         )
 
-    monkeypatch.setattr(graphs._Staging, "make", staging)
+    monkeypatch.setattr(graphs.Staging, "make", staging)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)
@@ -136,15 +136,15 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     # A kernel without the widest tiles, and one with them where a graph is for both.
     assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
     launches.clear()
-    runner._fixed_forward(graphs._Shape(64, False))
+    runner.fixed_forward(graphs.GraphShape(64, False))
     assert set(launches) == {(64, False)}
     replays = len(runner.replays)
     runner.release_pages()
     runner.restore_pages()
     runner.warm_up()
-    assert set(runner._graphs) == {(1, False), (2, False), (4, False), (64, False), (64, True)}
+    assert set(runner.graphs) == {(1, False), (2, False), (4, False), (64, False), (64, True)}
     assert len(runner.replays) == replays
-    for space in runner._workspaces.values():
+    for space in runner.workspaces.values():
         assert torch.count_nonzero(space.control) == 1  # the place of the records
 
 

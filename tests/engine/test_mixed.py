@@ -451,9 +451,7 @@ def test_what_cannot_fit_ends_and_others_go_on(fails):
             raise ZeroDivisionError("a fault of ours")
 
     engine.scheduler.decide = failing
-    engine.cache.pool.hold([3])  # as if something kept it
-    engine.cache.pool._free[3] = False
-    engine.cache.pool._num_free -= 1
+    engine.cache.pool.hold(engine.cache.pool.allocate(1))  # as if something kept it
     engine.add_request(request("a", [1] * 10, max_tokens=None))
     engine.add_request(request("b", [2] * 4, max_tokens=2))
     outputs, steps = {}, 0

@@ -217,7 +217,7 @@ def with_grammars(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     def sequence(self, state, index):
         made = whole(self, state, index)
         if rng.random() < 0.4:
-            made.grammar = AnyGrammar(lambda: made.num_output)
+            made.answer.grammar = AnyGrammar(lambda: made.num_output)
         return made
 
     monkeypatch.setattr(SequenceFactory, "sequence", sequence)

@@ -76,7 +76,7 @@ def test_from_the_disk_where_that_pays(tiny, tmp_path, monkeypatch):
         engine.keep_modules(host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
         assert engine.tiers is not None
         monkeypatch.setattr(engine.tiers, "note_step", lambda *_: None)
-        engine.tiers._row_seconds = row_seconds
-        engine.tiers._bytes_per_second = 1e9
+        engine.tiers.row_seconds = row_seconds
+        engine.tiers.bytes_per_second = 1e9
         assert tokens(engine, "anchored") == want
         assert (engine.tiers.stats.from_disk_tokens > 0) is used

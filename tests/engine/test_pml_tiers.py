@@ -172,7 +172,7 @@ def test_read_ahead_is_bounded(tiny, tmp_path, monkeypatch):
     engine.requests.prefetch_modules(
         [s for one in compiled for s in one.segments if s.kind == "cached"]
     )
-    assert len(engine.tiers._reading) == 2
+    assert len(engine.tiers.reading) == 2
     run(engine, compiled)
 
 
@@ -181,23 +181,23 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path):
     compiled = compiled_prompts("anchored")[0]
     run(engine_with(tiny("llama"), tmp_path), [compiled])
     tiers = engine_with(tiny("llama"), tmp_path).tiers
-    tiers._device = torch.device("cuda")
+    tiers.device = torch.device("cuda")
     module = next(s for s in compiled.segments if s.kind == "cached")
     name, count = ("", module.key), len(module.token_ids)
     run_of_it = ModuleRun((*name, None), module.token_ids, 0, True)
     assert not tiers.has(run_of_it)  # no rate is known: this measures the disk's
     tiers.prefetch([(name, count)])
-    tiers._thread.submit(lambda: None).result()
-    assert tiers._bytes_per_second is not None
-    assert not tiers._reading
+    tiers.close()  # waits for the thread
+    assert tiers.bytes_per_second is not None
+    assert not tiers.reading
     assert not tiers.has(run_of_it)
-    assert not tiers._disk_pays(name, count)  # that of computing is not known
-    seconds = tiers._bytes_per_token / tiers._bytes_per_second
+    assert not tiers.disk_pays(name, count)  # that of computing is not known
+    seconds = tiers.bytes_per_token / tiers.bytes_per_second
     tiers.note_step(100, 300 * seconds)
-    assert tiers._disk_pays(name, count)
+    assert tiers.disk_pays(name, count)
     tiers.note_step(100, 50 * seconds)
     tiers.note_step(1, 1.0)  # a small step says nothing about a large one
-    assert not tiers._disk_pays(name, count)
+    assert not tiers.disk_pays(name, count)
 
 
 def test_salts_have_files_of_their_own(tiny, tmp_path):

@@ -80,12 +80,12 @@ def test_what_is_reserved_is_what_a_count_finds():
     reserved = simulation.scheduler.room.reserved
     while not simulation.scheduler.idle():
         assert simulation.step()
-        assert set(reserved._needs) <= set(simulation.scheduler.running)
-        needs = reserved._needs.values()
-        assert reserved._soon == sum(need.soon for need in needs)
+        assert set(reserved.needs) <= set(simulation.scheduler.running)
+        needs = reserved.needs.values()
+        assert reserved.soon == sum(need.soon for need in needs)
         ending = sorted(need for need in needs if need.left >= 0)
-        assert sorted(map(tuple, reserved._ending.tolist())) == ending
-        assert (np.diff(reserved._ending[:, 0]) <= 0).all()  # the last end first
+        assert sorted(map(tuple, reserved.ending.tolist())) == ending
+        assert (np.diff(reserved.ending[:, 0]) <= 0).all()  # the last end first
 
 
 def test_forks_to_come_are_counted_once_a_step():
@@ -126,9 +126,9 @@ def test_a_refresh_is_a_count(tiny, known, monkeypatch):
     def checked(reserved, running):
         running = list(running)
         refresh(reserved, running)
-        soon = reserved._soon
+        soon = reserved.soon
         reserved.count(running)
-        compared.append(soon == reserved._soon)
+        compared.append(soon == reserved.soon)
 
     monkeypatch.setattr(ReservedPages, "refresh", checked)
     rng = random.Random(0)

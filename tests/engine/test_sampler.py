@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onestem.engine.sampling.pending import Sampled
-from onestem.engine.sampling.rows import SamplingDefaults, SamplingRow
+from onestem.engine.sampling.rows import SamplingRow
 from onestem.engine.sampling.sampler import LOWEST_TEMPERATURE, Sampler, Step
+from onestem.models.config import GenerationDefaults
 from onestem.ops.sampling import STATUS_MASKED, STATUS_NOT_FINITE, STATUS_OK
 from onestem.request import SamplingParams
 from tests.ops.reference_sampling import draw
@@ -22,17 +23,8 @@ from tests.ops.reference_sampling import draw
 INFINITY = float("inf")
 
 
-@dataclass
-class Defaults:
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
 def sample(
-    logits: torch.Tensor, rows: list[SamplingRow], defaults: SamplingDefaults | None = None
+    logits: torch.Tensor, rows: list[SamplingRow], defaults: GenerationDefaults | None = None
 ) -> Sampled:
     """By a sampler of its own; the logits stay as they are."""
     sampler = Sampler(logits.shape[1], defaults)
@@ -343,7 +335,7 @@ def test_defaults_of_the_model_and_what_overrides_them() -> None:
 
     def tokens_of(params: SamplingParams) -> set[int]:
         rows = [SamplingRow(params, seed=0, token_index=index) for index in range(200)]
-        return set(sample(logits, rows, Defaults(temperature=0.0, top_k=2)).ids.tolist())
+        return set(sample(logits, rows, GenerationDefaults(temperature=0.0, top_k=2)).ids.tolist())
 
     assert tokens_of(SamplingParams()) == {1}
     assert tokens_of(SamplingParams(temperature=1.0)) == {1, 2}

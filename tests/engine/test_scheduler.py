@@ -169,7 +169,7 @@ def test_a_waiting_request_takes_over_from_one_that_left():
     simulation.scheduler.waiting.remove(second_sequence)
     waiter = simulation.scheduler.running[1]
     owner.finish_reason = "abort"
-    simulation.scheduler.finish(owner)
+    simulation.scheduler.room.finish(owner)
     assert waiter.frontier == 30
     simulation.run()
     assert simulation.processed == 30 + 71

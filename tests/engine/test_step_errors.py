@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onestem.cache import PrefixCache
+from onestem.cache import PrefixCache, Run
 from onestem.engine.engine import Engine
 from onestem.engine.schedule.admission import SequenceFactory
 from onestem.engine.schedule.chunks import PromptChunks
@@ -186,3 +186,32 @@ def test_a_request_that_cannot_be_opened(
     assert engine.requests.job_ids == []
     assert outputs["7"].outputs[0].finish_reason == "error"
     assert all(outputs[str(i)].outputs[0].finish_reason == "length" for i in range(10) if i != 7)
+
+
+def test_one_on_trial_that_finds_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the newest, and another holds the rest of memory: it waits, and is not to blame."""
+    engine = make_symbolic(num_pages=23, page_size=4)
+    requests = [
+        request(i, [i + 1] * 4, max_tokens=60, min_tokens=59, stop_token_ids=[7]) for i in range(2)
+    ]
+    reserve, tried = PrefixCache.reserve, []
+
+    def broken(self: PrefixCache, run: Run, tokens: int) -> bool:
+        done = reserve(self, run, tokens)
+        if not done:
+            tried.append(run)
+            if len(tried) == 1:
+                assert run is engine.scheduler.running[-1].run
+                raise ZeroDivisionError("a fault of ours")
+            if len(tried) > 100:
+                pytest.fail("the step does not end")
+        return done
+
+    monkeypatch.setattr(PrefixCache, "reserve", broken)
+    for one in requests:
+        engine.add_request(one)
+    outputs = drain(engine)
+    assert tried[0] is tried[1]  # the same one, by itself
+    assert_idle(engine)
+    for one in requests:
+        assert outputs[one.request_id].outputs == alone(one, 92)[0]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from onestem.batch import model_identity
 from onestem.errors import WeightsError
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
@@ -170,6 +171,16 @@ def test_what_becomes_of_blocks_is_told(made, tmp_path):
     assert needs.quantization == "Q4_0, de-quantised to float32 as they are read"
     assert needs.file_bytes == file.stat().st_size
     assert needs.problem is None
+
+
+def test_identity_is_of_all_parts(made, tmp_path):
+    first = write_gguf(made("llama"), tmp_path / "model.gguf", split=12)
+    before = model_identity(first)
+    last = open_gguf(first).parts[-1]
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    assert model_identity(first) != before
 
 
 def test_unknown_fields_are_named(made, tmp_path, caplog):

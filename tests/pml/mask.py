@@ -15,7 +15,7 @@ def visible(compiled: CompiledPrompt) -> np.ndarray:
     Returns:
         bool `[num_tokens, num_tokens]`, rows see columns; tokens in the order of the segments.
     """
-    segment = compiled.segment_of
+    segment = segment_of(compiled)
     position = compiled.positions
     index = np.arange(len(segment))
     kinds = np.array([s.kind for s in compiled.segments])[segment]
@@ -32,3 +32,9 @@ def visible(compiled: CompiledPrompt) -> np.ndarray:
     if compiled.isolation == "isolated":
         computed_rows = np.where(encoded[None, :], kinds[None, :] == "cached", computed_rows)
     return np.where(encoded[:, None], encoded_rows, computed_rows)
+
+
+def segment_of(compiled: CompiledPrompt) -> np.ndarray:
+    """int64 `[num_tokens]`: index of each token's segment."""
+    counts = [segment.in_use for segment in compiled.segments]
+    return np.repeat(np.arange(len(counts)), counts)

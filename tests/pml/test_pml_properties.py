@@ -31,7 +31,7 @@ from onestem.pml import (
     to_markup,
 )
 from tests.pml.characters import BOS, UNKNOWN, Characters
-from tests.pml.mask import visible
+from tests.pml.mask import segment_of, visible
 from tests.pml.random_pml import TEXTS, bodies, schemas, schemas_with_prompts
 
 roles = st.builds(Role, st.sampled_from(["system", "user", "assistant"]), bodies(1))
@@ -186,7 +186,7 @@ def naive_sees(row: Token, key: Token, isolation: str) -> bool:
 
 
 def tokens_of(compiled: CompiledPrompt) -> list[tuple[str, int, int]]:
-    kinds = [compiled.segments[number].kind for number in compiled.segment_of]
+    kinds = [compiled.segments[number].kind for number in segment_of(compiled)]
     return list(zip(kinds, compiled.positions.tolist(), compiled.token_ids.tolist(), strict=True))
 
 
@@ -239,9 +239,9 @@ def test_segments_are_runs_and_imports_say_what_computed_tokens_see(case, isolat
     assert not segments[-1].is_encoded
     assert segments[-1].end == max(places) + 1 <= compiled.next_position
 
-    rows = np.flatnonzero(~np.array(encoded)[compiled.segment_of])
+    rows = np.flatnonzero(~np.array(encoded)[segment_of(compiled)])
     assert (np.diff(compiled.positions[rows]) > 0).all()
-    first = np.searchsorted(compiled.segment_of, np.arange(len(segments)))
+    first = np.searchsorted(segment_of(compiled), np.arange(len(segments)))
     seen = np.zeros((len(rows), compiled.num_tokens), dtype=int)
     for one in PmlPrompt(compiled, "", "").imports:
         seen[one.first :, first[one.segment] : first[one.segment] + one.in_use] += 1

@@ -184,7 +184,7 @@ def test_the_openai_client_sees_an_error_in_a_stream(slow):
 
     with openai.OpenAI(base_url=f"{slow.url}/v1", api_key="x", max_retries=0) as client:
         stream = client.completions.create(
-            model=slow.model.names[0], prompt=[7] * 20, max_tokens=1900, n=8, stream=True,
+            model=slow.service.model.names[0], prompt=[7] * 20, max_tokens=1900, n=8, stream=True,
             extra_body={"ignore_eos": True, "timeout": 0.05},
         )  # fmt: skip
         with pytest.raises(openai.APIError, match="no answer within"):

@@ -133,7 +133,7 @@ class Simulation:
         )
         config: Any = SimpleNamespace(max_position_embeddings=1 << 30)
         self._factory = SequenceFactory(
-            config, cache.pool, kept_pages=lambda: 0, tokenizer=None, grammars=None,
+            config=config, pool=cache.pool, kept_pages=lambda: 0, tokenizer=None, grammars=None,
             max_model_len=memory, together=True, seed=0, stats=EngineStats(),
         )  # fmt: skip
         limits = StepLimits(step_tokens=STEP_TOKENS)
@@ -218,7 +218,7 @@ class Simulation:
             return
         sequence.leave_table()
         sequence.finish_reason = "length"
-        self._scheduler.finish(sequence)
+        self._scheduler.room.finish(sequence)
         self._factory.states.pop(sequence.state.request.request_id)
         for name in self._after.get(ask, ()):
             self._expect(self.now + self._asks[name].seconds, name)

@@ -304,6 +304,7 @@ def _serve(commands: socket.socket) -> None:
 
 
 def main(descriptor: int) -> None:
+    """Compile what the engine asks for on this file descriptor, until it is gone."""
     heed_limits()
     keep_freed_memory()
     low = os.dup(descriptor)  # `select` takes none from 1024 on, which an engine may have

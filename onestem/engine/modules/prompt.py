@@ -40,6 +40,7 @@ class ImportedRun:
 
     @property
     def whole(self) -> bool:
+        """Whether all of the run's tokens are seen."""
         return self.in_use == len(self.run.tokens)
 
 
@@ -65,8 +66,14 @@ class PmlPrompt:
         self.salt = salt
         self.module_salt = module_salt
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
-        self.imports = tuple(_imports(compiled, positions))
+        self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
         self.stretches = tuple(self._stretches(positions, compiled.next_position))
+
+    def _imports(self, positions: np.ndarray, *, isolated: bool) -> Iterator[Import]:
+        for index, segment in enumerate(self.encoded):
+            if segment.kind == "cached":
+                first = 0 if isolated else int(np.searchsorted(positions, segment.position))
+                yield Import(index, first, segment.in_use)
 
     def _stretches(self, positions: np.ndarray, next_position: int) -> Iterator[Stretch]:
         shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
@@ -99,15 +106,6 @@ class PmlPrompt:
         # The answer fills the last page first, unless it begins a run of its own.
         slack = (start - own) % page_size if start < own else 0
         return min(max_positions - label.shift, own + slack + free)
-
-
-def _imports(compiled: CompiledPrompt, positions: np.ndarray) -> Iterator[Import]:
-    isolated = compiled.isolation == "isolated"
-    encoded = [segment for segment in compiled.segments if segment.is_encoded]
-    for index, segment in enumerate(encoded):
-        if segment.kind == "cached":
-            first = 0 if isolated else int(np.searchsorted(positions, segment.position))
-            yield Import(index, first, segment.in_use)
 
 
 class SequenceModules:

@@ -39,6 +39,7 @@ class TierStats:
     not_written: int = 0
 
     def to_dict(self) -> dict[str, int]:
+        """The counts by name."""
         return asdict(self)
 
 
@@ -48,6 +49,13 @@ class ModuleTiers:
     Args:
         pages: K and V pages of each layer that has its own.
         host, disk: None: there is no such tier.
+
+    Attributes:
+        stats: what was copied.
+        device: where the pages are.
+        reading: modules that are read ahead.
+        bytes_per_second: of the disk, with checksums; None: not measured.
+        row_seconds: of computing a token; None: not measured.
     """
 
     def __init__(
@@ -61,14 +69,14 @@ class ModuleTiers:
         self.disk = disk
         self.stats = TierStats()
         self._pages = pages
-        self._device, self._dtype = pages[0][0].device, pages[0][0].dtype
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.device, self._dtype = pages[0][0].device, pages[0][0].dtype
+        self.reading: dict[Name, Future[Tensor | None]] = {}
+        self.bytes_per_second: float | None = None
+        self.row_seconds: float | None = None
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "onestem-modules")
-        self._reading: dict[Name, Future[Tensor | None]] = {}
         self._writing: dict[Name, Future[bool]] = {}
         self._damaged: set[Name] = set()
-        self._bytes_per_second: float | None = None  # of the disk, with checksums
-        self._row_seconds: float | None = None  # of computing
         self._probe: Future[None] | None = None
 
     def note_step(self, prompt_rows: int, seconds: float) -> None:
@@ -76,42 +84,41 @@ class ModuleTiers:
         small steps wait for the weights, and a module would be computed in large ones."""
         if prompt_rows > 0:
             row = seconds / prompt_rows
-            self._row_seconds = min(row, self._row_seconds or row)
-
-    # ----------------------------------------------------------------------------- in
+            self.row_seconds = min(row, self.row_seconds or row)
 
     def has(self, run: ModuleRun) -> bool:
         """Whether a module is kept, and copying it beats computing it."""
         name = _name(run)
         if not run.kept:
             return False
-        if name in self._reading or (self.host is not None and name in self.host):
+        if name in self.reading or (self.host is not None and name in self.host):
             return True
-        return self._on_disk(name) and self._disk_pays(name, len(run.tokens))
+        return self._on_disk(name) and self.disk_pays(name, len(run.tokens))
 
     def _on_disk(self, name: Name) -> bool:
         return self.disk is not None and name not in self._damaged and name in self.disk
 
-    def _disk_pays(self, name: Name, num_tokens: int) -> bool:
+    def disk_pays(self, name: Name, num_tokens: int) -> bool:
         """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
         is measured on the side, with the beginning of the first file that is asked for."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return True
-        row = self._row_seconds
-        if self._bytes_per_second is None:
+        row = self.row_seconds
+        if self.bytes_per_second is None:
             self._probe = self._probe or self._thread.submit(self._measure, name)
             return False
-        copy = num_tokens * self._bytes_per_token / self._bytes_per_second
+        copy = num_tokens * self.bytes_per_token / self.bytes_per_second
         return row is not None and copy < num_tokens * row
 
     def _measure(self, name: Name) -> None:
         assert self.disk is not None
         rate = self.disk.measure(name)
-        self._bytes_per_second = self._bytes_per_second or rate
+        self.bytes_per_second = self.bytes_per_second or rate
         self._probe = None
 
     @property
-    def _bytes_per_token(self) -> int:
+    def bytes_per_token(self) -> int:
+        """Of a module."""
         return self._num_values(1) * self._dtype.itemsize
 
     def _num_values(self, num_tokens: int) -> int:
@@ -128,18 +135,18 @@ class ModuleTiers:
     def prefetch(self, modules: Iterable[tuple[Name, int]]) -> None:
         """Begin to read modules (name, tokens) from the disk that will be wanted."""
         for name, num_tokens in modules:
-            here = name in self._reading or (self.host is not None and name in self.host)
-            if not here and self._on_disk(name) and self._disk_pays(name, num_tokens):
+            here = name in self.reading or (self.host is not None and name in self.host)
+            if not here and self._on_disk(name) and self.disk_pays(name, num_tokens):
                 self._read(name, num_tokens)
 
     def _read(self, name: Name, num_tokens: int) -> Future[Tensor | None]:
         """Begin to read a module. What was read ahead and not used is dropped, oldest first."""
-        future = self._reading.get(name)
+        future = self.reading.get(name)
         if future is None:
             future = self._thread.submit(self._timed_read, name, num_tokens)
-            self._reading[name] = future
-        while len(self._reading) > MOST_READ_AHEAD:
-            self._reading.pop(next(iter(self._reading)))
+            self.reading[name] = future
+        while len(self.reading) > MOST_READ_AHEAD:
+            self.reading.pop(next(iter(self.reading)))
         return future
 
     def _timed_read(self, name: Name, num_tokens: int) -> Tensor | None:
@@ -148,9 +155,9 @@ class ModuleTiers:
         module = self.disk.get(name, self._num_values(num_tokens), self._dtype)
         if module is not None:
             module = module.pin_memory() if self._stream is not None else module
-            self._bytes_per_second = module.nbytes / (time.perf_counter() - started)
+            self.bytes_per_second = module.nbytes / (time.perf_counter() - started)
             if self.host is not None and self.host.put(name, module):
-                self._reading.pop(name, None)
+                self.reading.pop(name, None)
         return module
 
     def load(self, run: ModuleRun) -> bool:
@@ -158,7 +165,7 @@ class ModuleTiers:
         name, num_tokens = _name(run), len(run.tokens)
         module = self.host.get(name) if self.host is not None else None
         if module is not None:
-            self._reading.pop(name, None)
+            self.reading.pop(name, None)
             self.stats.from_host_tokens += num_tokens
         else:
             module = self._from_disk(name, num_tokens)
@@ -173,7 +180,7 @@ class ModuleTiers:
             module = self._read(name, num_tokens).result()
         except (OSError, MemoryError, RuntimeError):
             module = None  # it is computed
-        self._reading.pop(name, None)
+        self.reading.pop(name, None)
         if module is None:
             self._damaged.add(name)
             self.stats.damaged += 1
@@ -182,7 +189,7 @@ class ModuleTiers:
     def _copy_in(self, run: ModuleRun, module: Tensor) -> None:
         slots = run.slots(0, len(run.tokens))
         if self._stream is None:
-            where = slot_index(slots, self._device)
+            where = slot_index(slots, self.device)
             for pages, values in self._parts(module, len(slots)):
                 write_kv(pages, where, values)
             return
@@ -192,17 +199,17 @@ class ModuleTiers:
     def _copy_in_aside(self, slots: np.ndarray, module: Tensor) -> None:
         """Copy after the steps that may still read these pages, and before the next step."""
         assert self._stream is not None
-        main = torch.cuda.current_stream(self._device)
+        main = torch.cuda.current_stream(self.device)
         cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
         in_order = all(pages.is_contiguous() for pair in self._pages for pages in pair)
         scattered = len(cuts) - 1 > FEW_STRETCHES or not in_order
         where = torch.from_numpy(slots).pin_memory() if scattered else None
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
-            index = None if where is None else where.to(self._device, non_blocking=True)
+            index = None if where is None else where.to(self.device, non_blocking=True)
             for pages, values in self._parts(module, len(slots)):
                 if index is not None:
-                    write_kv(pages, index, values.to(self._device, non_blocking=True))
+                    write_kv(pages, index, values.to(self.device, non_blocking=True))
                     continue
                 flat = pages.view(-1, *pages.shape[2:])
                 for a, b in pairwise(cuts):
@@ -210,19 +217,14 @@ class ModuleTiers:
                     flat[first : first + b - a].copy_(values[a:b], non_blocking=True)
         main.wait_stream(self._stream)
 
-    # ----------------------------------------------------------------------------- out
-
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
-        """`save` those of a step's chunks that are complete with it."""
+        """Keep those modules of a step's chunks that are complete with it."""
         for run in modules:
-            if run is not None and run.complete:
-                self.save(run)
+            if run is not None and run.complete and run.pages:
+                self._save(run)
 
-    def save(self, run: ModuleRun) -> None:
-        """Keep a newly computed module."""
+    def _save(self, run: ModuleRun) -> None:
         name = _name(run)
-        if not run.pages:
-            return
         to_host = self.host is not None and name not in self.host
         to_disk = self.disk is not None and not self._on_disk(name) and name not in self._writing
         if not run.kept or not (to_host or to_disk):
@@ -239,23 +241,21 @@ class ModuleTiers:
         num_tokens = len(run.tokens)
         aside = self._stream is not None
         module = torch.empty(self._num_values(num_tokens), dtype=self._dtype, pin_memory=aside)
-        slots = torch.from_numpy(run.slots(0, num_tokens)).to(self._device)
+        slots = torch.from_numpy(run.slots(0, num_tokens)).to(self.device)
         for pages, values in self._parts(module, num_tokens):
-            self._copy_layer_out(read_kv(pages, slots), values)
+            found = read_kv(pages, slots)
+            if self._stream is None:
+                values.copy_(found)
+                continue
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                values.copy_(found, non_blocking=True)
+            found.record_stream(self._stream)
         if self._stream is None:
             return module, None
         copied = torch.cuda.Event()
         copied.record(self._stream)
         return module, copied
-
-    def _copy_layer_out(self, found: Tensor, value: Tensor) -> None:
-        if self._stream is None:
-            value.copy_(found)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            value.copy_(found, non_blocking=True)
-        found.record_stream(self._stream)
 
     def _write(self, name: Name, module: Tensor, copied: torch.cuda.Event | None) -> bool:
         assert self.disk is not None
@@ -272,10 +272,10 @@ class ModuleTiers:
         so the disk is not used any more."""
         self.flush()
         self.disk = None
-        for future in self._reading.values():
+        for future in self.reading.values():
             future.cancel()
         self._thread.submit(lambda: None).result()  # a file that is being read goes to the host
-        self._reading.clear()
+        self.reading.clear()
         if self.host is not None:
             self.host = HostStore(self.host.budget)
 
@@ -285,6 +285,7 @@ class ModuleTiers:
             future.result()
 
     def close(self) -> None:
+        """Write what was saved, and end the thread."""
         self.flush()
         self._thread.shutdown()
 

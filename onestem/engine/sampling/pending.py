@@ -46,7 +46,7 @@ class TakenChosen(NamedTuple):
 
     @staticmethod
     def of(words: NDArray[np.int64], count: int) -> TakenChosen:
-        """Read the words of `count` rows."""
+        """Read the words of `count` rows, int64 `[n]` as `Chosen.words` makes them."""
         most = (len(words) // count - 1) // 2
         ends = [count * most, count * (most + 1), count * (2 * most + 1)]
         ids, own, logprobs, before = np.split(words, ends)

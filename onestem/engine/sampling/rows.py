@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,7 @@ from torch import Tensor
 
 from onestem.request import SamplingParams
 
-__all__ = ["SamplingDefaults", "SamplingRow", "SamplingSettings"]
-
-
-def _nothing() -> Sequence[int]:
-    return ()
+__all__ = ["SamplingRow", "SamplingSettings"]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +40,7 @@ class SamplingRow:
     sequence_index: int = 0
     token_index: int = 0
     prompt_token_ids: Sequence[int] | NDArray[np.integer] = ()
-    output_token_ids: Callable[[], Sequence[int] | NDArray[np.integer]] = _nothing
+    output_token_ids: Callable[[], Sequence[int] | NDArray[np.integer]] = tuple
     stop_ids: Collection[int] = ()
     allowed_mask: Tensor | None = None
     place: int = -1
@@ -52,38 +48,20 @@ class SamplingRow:
     prompt_ids: NDArray[np.int64] | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """`SamplingParams` with the model's defaults filled in and the neutral values named."""
+class SamplingSettings(NamedTuple):
+    """What `SamplingParams` mean for a model.
 
-    temperature: float
-    top_k: int  # 0 where off
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    Attributes:
+        record: `ROW` `[]`, as far as all rows with these parameters have the same.
+        bias_ids, bias_values: int64, float32 `[n]`, what is added to logits.
+    """
+
+    record: NDArray[np.void]
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
-    min_tokens: int
-    logprobs: int | None
 
     @property
     def penalised(self) -> bool:
-        counts = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return counts or self.repetition_penalty != 1.0
-
-
-class SamplingDefaults(Protocol):
-    """The model's own defaults (`generation_config.json`); None where it is silent."""
-
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float | None: ...
+        """Whether a penalty changes the logits."""
+        counts = self.record["presence"] != 0 or self.record["frequency"] != 0
+        return bool(counts or self.record["repetition"] != 1)

@@ -18,13 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.pending import (
-    Chosen,
-    Pending,
-    PendingLogprobs,
-    Sampled,
-)
-from onestem.engine.sampling.rows import SamplingDefaults, SamplingRow, SamplingSettings
+from onestem.engine.sampling.pending import Chosen, Pending, PendingLogprobs, Sampled
+from onestem.engine.sampling.rows import SamplingRow, SamplingSettings
+from onestem.models.config import GenerationDefaults
 from onestem.ops import resolve_sampling
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import IDLE, ROW, RowTable, processed
@@ -56,7 +52,7 @@ class Sampler:
     def __init__(
         self,
         vocab_size: int,
-        defaults: SamplingDefaults | None = None,
+        defaults: GenerationDefaults | None = None,
         device: torch.device | str = "cpu",
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -65,7 +61,7 @@ class Sampler:
         self._is_raw = logprobs_mode == "raw_logprobs"
         self.device = torch.device(device)
         self.tells_ranks = False
-        self._defaults = defaults
+        self._defaults = defaults or GenerationDefaults()
         self._ops = resolve_sampling(self.device)
         self._penalties = self._ops.penalties(vocab_size, self.device)
         self._noted = np.zeros(0, np.int64)  # sampled tokens that the state of a place has
@@ -114,25 +110,26 @@ class Sampler:
     def _resolve(self, params: SamplingParams) -> SamplingSettings:
         def value(name: str, neutral: float) -> float:
             for source in (params, self._defaults):
-                found = getattr(source, name) if source is not None else None
-                if found is not None:
+                if (found := getattr(source, name)) is not None:
                     return float(found)
             return neutral
 
-        top_k, heat = value("top_k", 0), value("temperature", 1.0)
+        record, top_k, heat = IDLE.copy(), value("top_k", 0), value("temperature", 1.0)
+        record["temperature"] = heat if heat >= LOWEST_TEMPERATURE else 0.0
+        record["top_k"] = int(top_k) if 0 < top_k < self.vocab_size else 0
+        record["top_p"] = _not_above(value("top_p", 1.0))
+        record["min_p"] = value("min_p", 0.0)
+        record["repetition"] = value("repetition_penalty", 1.0)
+        record["presence"] = params.presence_penalty
+        record["frequency"] = params.frequency_penalty
+        record["min_tokens"] = min(params.min_tokens, _MOST_TOKENS)
+        record["told"] = 0 if params.logprobs is None else params.logprobs + 1
         bias = params.logit_bias or {}
+        record["biased"] = len(bias) > 0
         return SamplingSettings(
-            temperature=heat if heat >= LOWEST_TEMPERATURE else 0.0,
-            top_k=int(top_k) if 0 < top_k < self.vocab_size else 0,
-            top_p=_not_above(value("top_p", 1.0)),
-            min_p=value("min_p", 0.0),
-            repetition_penalty=value("repetition_penalty", 1.0),
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
-            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
-            min_tokens=min(params.min_tokens, _MOST_TOKENS),
-            logprobs=params.logprobs,
+            record,
+            np.fromiter(bias.keys(), np.int64, len(bias)),
+            np.fromiter(bias.values(), np.float32, len(bias)),
         )
 
     def release(self, row: SamplingRow) -> None:
@@ -157,25 +154,20 @@ class Sampler:
         return row.record
 
     def _new_record(self, row: SamplingRow) -> bytes:
-        setting, record = self.settings_of(row.params), IDLE.copy()
-        if setting.penalised:
+        settings = self.settings_of(row.params)
+        if settings.penalised:
             row.place = self._free.pop() if self._free else self._new_place()
             self._noted[row.place] = -1
+        record = settings.record.copy()
         record["seed_low"] = row.seed & 0xFFFFFFFF
         record["seed_high"] = (row.seed >> 32) & 0xFFFFFFFF
         record["sequence"] = row.sequence_index
-        for name in ("temperature", "top_k", "top_p", "min_p", "min_tokens"):
-            record[name] = getattr(setting, name)
-        for name in ("repetition", "presence", "frequency"):
-            record[name] = getattr(setting, f"{name}_penalty")
         record["penalty"] = row.place
-        record["told"] = 0 if setting.logprobs is None else setting.logprobs + 1
-        record["biased"] = len(setting.bias_ids) > 0
         return record.tobytes()
 
     def _assign(self, row: SamplingRow) -> None:
         """Tell the device what a row has seen: at first, and after a failed step."""
-        repeats = self.settings_of(row.params).repetition_penalty != 1.0
+        repeats = self.settings_of(row.params).record["repetition"] != 1
         prompt = self._prompt_ids(row) if repeats else None
         self._penalties.assign(row.place, prompt, np.asarray(row.output_token_ids(), np.int64))
         self._noted[row.place] = row.token_index

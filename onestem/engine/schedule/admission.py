@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.rules import TokenRules, spelled
 from onestem.engine.grammar.state import Grammar, GrammarState
 from onestem.engine.modules.prompt import PmlPrompt
-from onestem.engine.outputs import BROKEN, EngineStats, refused_output
+from onestem.engine.outputs import EngineStats, broken, refused_output
 from onestem.engine.schedule.answers import AnswerLimit
 from onestem.engine.schedule.queue import Gate
 from onestem.engine.sequence import RequestState, Scoring, Sequence
@@ -246,20 +247,15 @@ def _check_choices(request: Request, max_model_len: int, tokenizer: Tokenizer) -
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SequenceFactory:
     """Makes the sequences of requests that are admitted, and keeps the requests that are open.
 
-    Args:
-        config: the model's.
-        pool: the KV pages.
-        kept_pages: how many of them pinned prefixes keep for good.
+    Attributes:
+        kept_pages: how many of the pool's pages pinned prefixes keep for good.
         tokenizer, grammars: None for a model without tokenizer.
-        max_model_len: maximum tokens of prompt and answer.
         together: a prompt's n sequences are one until the prompt is computed (prefixes are shared).
         seed: source of seeds for requests that have none; None draws from the system.
-        stats: requests are counted there.
-
-    Attributes:
         arrivals: arrival times of requests that are not open yet, by id.
         states: of requests that are open, by id.
         refused: outputs of requests that cannot be opened; the reader empties it.
@@ -267,58 +263,43 @@ class SequenceFactory:
         weights_version: of the weights that sequences are made for.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        pool: PagePool,
-        *,
-        kept_pages: Callable[[], int],
-        tokenizer: Tokenizer | None,
-        grammars: GrammarCompiler | None,
-        max_model_len: int,
-        together: bool,
-        seed: int | None,
-        stats: EngineStats,
-    ) -> None:
-        self.arrivals: dict[str, float] = {}
-        self.states: dict[str, RequestState] = {}
-        self.refused: list[RequestOutput] = []
-        self.on_forgotten: Callable[[str], object] = lambda request_id: None
-        self.weights_version = 0
-        self._stats = stats
-        self._prepared: dict[str, Future[Grammar]] = {}
-        self._config = config
-        self._pool = pool
-        self._kept_pages = kept_pages
-        self._tokenizer = tokenizer
-        self._grammars = grammars
-        self._max_model_len = max_model_len
-        self._together = together
-        self._seed = seed
+    config: ModelConfig
+    pool: PagePool
+    kept_pages: Callable[[], int]
+    tokenizer: Tokenizer | None
+    grammars: GrammarCompiler | None
+    max_model_len: int
+    together: bool
+    seed: int | None
+    stats: EngineStats
+    arrivals: dict[str, float] = field(default_factory=dict)
+    states: dict[str, RequestState] = field(default_factory=dict)
+    refused: list[RequestOutput] = field(default_factory=list)
+    on_forgotten: Callable[[str], object] = lambda request_id: None
+    weights_version: int = 0
+    _prepared: dict[str, Future[Grammar]] = field(default_factory=dict)
 
-    def gate(self, request: Request, key: str, weight: float) -> tuple[Gate, str]:
+    def gate(self, request: Request, key: str, weight: float) -> Gate:
         """Whether a request can be opened now, has to wait for its grammar, which is compiled
-        elsewhere, or is refused for its grammar, and why; `key`, `weight`: whose turn that takes.
-        """
+        elsewhere (and delays no other), or is refused for it; `key`, `weight`: whose turn that
+        takes."""
         response_format = request.params.response_format
-        if response_format is None or self._grammars is None:
-            return Gate.OPEN, ""
+        if response_format is None or self.grammars is None:
+            return Gate.OPEN
         grammar = self._prepared.get(request.request_id)
         if grammar is None:
-            grammar = self._grammars.prepare(response_format, key, weight)
+            grammar = self.grammars.prepare(response_format, key, weight)
             if grammar is None:
-                return Gate.OPEN, ""
+                return Gate.OPEN
             # Held until the request is opened, whatever the compiler evicts.
             self._prepared[request.request_id] = grammar
         if not grammar.done():
-            return Gate.WAIT, ""
+            return Gate.WAIT
         error = grammar.exception()
         if error is None:
-            return Gate.OPEN, ""
-        if isinstance(error, OnestemError):
-            return Gate.REFUSE, str(error)
-        log.error("the grammar of request %s is not there", request.request_id, exc_info=error)
-        return Gate.REFUSE, f"{BROKEN}{type(error).__name__}: {error}"
+            return Gate.OPEN
+        self.refuse(request, error)
+        return Gate.REFUSE
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is compiled, for at most `seconds`."""
@@ -343,12 +324,13 @@ class SequenceFactory:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 arrival_time=self.arrivals.pop(request.request_id, time.monotonic()),
             ),
-            pml=_pml_prompt(request),
         )
+        if request.pml is not None:
+            state.pml = PmlPrompt(request.pml, request.cache_salt, request.module_salt)
         state.most_tokens = self._most_tokens(state)
         if request.params.choices:
-            assert self._tokenizer is not None  # `Requests.validate` saw to it
-            state.choices, paths = completion_tree(choice_ids(request, self._tokenizer))
+            assert self.tokenizer is not None  # `Requests.validate` saw to it
+            state.choices, paths = completion_tree(choice_ids(request, self.tokenizer))
             alternatives = request.params.logprobs
             state.sequences = [
                 self._scoring(state, i, path, alternatives) for i, path in enumerate(paths)
@@ -359,31 +341,31 @@ class SequenceFactory:
                 sequence.num_prompt = len(sequence.tokens)
                 state.sequences.append(sequence)
         else:
-            count = 1 if self._together else request.params.n
+            count = 1 if self.together else request.params.n
             state.sequences = [self.sequence(state, i) for i in range(count)]
             state.forked = count == request.params.n
         self._prepared.pop(request.request_id, None)
         self.states[request.request_id] = state
-        self._stats.requests += 1
-        self._stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(
+        self.stats.requests += 1
+        self.stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(
             len(state.sequences), request.params.n
         ) + sum(len(path.tokens) for path in request.paths)
         return state
 
-    def refuse(self, request: Request, error: Exception) -> None:
+    def refuse(self, request: Request, error: BaseException) -> None:
         """Note the output of a request that cannot be opened."""
-        name = request.request_id
-        log.error("request %s cannot be opened", name, exc_info=error)
-        self.forget(name)
-        reason = f"{BROKEN}{type(error).__name__}: {error}"
+        if not isinstance(error, OnestemError):
+            log.error("request %s cannot be opened", request.request_id, exc_info=error)
+        self.forget(request.request_id)
+        reason = str(error) if isinstance(error, OnestemError) else broken(error)
         self.refused.append(refused_output(request, reason))
 
     def _seed_of(self, request: Request) -> int:
         if request.params.seed is not None:
             return request.params.seed
-        if self._seed is None:
+        if self.seed is None:
             return secrets.randbits(63)
-        return derive_seed(self._seed, request.request_id)
+        return derive_seed(self.seed, request.request_id)
 
     def sequence(self, state: RequestState, index: int) -> Sequence:
         """One continuation of a request."""
@@ -400,9 +382,9 @@ class SequenceFactory:
 
     def detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         """A detokenizer for a sequence of a request; None: there is no text."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        return IncrementalDetokenizer(self._tokenizer, request.params, request.prompt_token_ids)
+        return IncrementalDetokenizer(self.tokenizer, request.params, request.prompt_token_ids)
 
     def _grammar_of(self, state: RequestState) -> GrammarState | TokenRules | None:
         """The constraint on its sequences' tokens; None: there is none."""
@@ -413,38 +395,35 @@ class SequenceFactory:
         other = next((one for one in grammars if one is not None), None)
         if other is not None:
             return other.at_start()
-        if params.response_format is not None and self._grammars is not None:
-            grammar = self._compiled(state.request, self._grammars)
+        if params.response_format is not None and self.grammars is not None:
+            prepared = self._prepared.get(state.request.request_id)
+            if prepared is not None:
+                grammar = self.grammars.state(prepared)
+            else:  # no gate was passed: all requests are one caller's, who waits
+                grammar = self.grammars.compile(params.response_format)
         if params.allowed_token_ids is None and not params.bad_words:
             return grammar
         bad: list[list[int]] = []
-        if self._tokenizer is not None:
-            encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
+        if self.tokenizer is not None:
+            encode = partial(self.tokenizer.encode_batch, add_special_tokens=False)
             bad = [form for word in params.bad_words for form in spelled(word, encode)]
         return TokenRules(
-            self._config.vocab_size,
+            self.config.vocab_size,
             allowed=params.allowed_token_ids,
             bad=bad,
             grammar=grammar,
         )
 
-    def _compiled(self, request: Request, grammars: GrammarCompiler) -> GrammarState | None:
-        """Compile here only where no gate was passed: all requests are one caller's then."""
-        prepared = self._prepared.get(request.request_id)
-        if prepared is not None:
-            return grammars.state(prepared)
-        return grammars.compile(request.params.response_format)
-
     def _most_tokens(self, state: RequestState) -> int:
         """Maximum tokens of a sequence; imports take their part of length and memory."""
         if state.pml is None:
-            return self._max_model_len
-        config, pool = self._config, self._pool
+            return self.max_model_len
+        config, pool = self.config, self.pool
         return min(
-            self._max_model_len - state.metrics.num_prompt_tokens + len(state.pml.tokens),
+            self.max_model_len - state.metrics.num_prompt_tokens + len(state.pml.tokens),
             state.pml.most_tokens(
                 max_positions=config.max_position_embeddings,
-                num_pages=pool.num_pages - self._kept_pages(),
+                num_pages=pool.num_pages - self.kept_pages(),
                 page_size=pool.page_size,
             ),
         )
@@ -472,9 +451,3 @@ def _prompt_scoring(request: Request) -> Scoring | None:
     targets = np.asarray(request.prompt_token_ids[min(wanted) :], np.int64)
     rows = np.arange(len(targets)) + (min(wanted) - 1)
     return Scoring(rows, targets, alternatives or 0)
-
-
-def _pml_prompt(request: Request) -> PmlPrompt | None:
-    if request.pml is None:
-        return None
-    return PmlPrompt(request.pml, request.cache_salt, request.module_salt)

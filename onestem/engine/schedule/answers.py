@@ -115,10 +115,6 @@ class AnswerMemory:
         self.taken = self.taken_by_jobs = 0
         self._of: dict[RequestState, int] = {}
 
-    def needed(self, request: Request) -> int:
-        """Bytes that a request's answers may take as it begins (`AnswerLimit.bytes_of`)."""
-        return self.limit.bytes_of(request)
-
     def first_with_room(self, waiting: Iterable[Sequence]) -> Sequence | None:
         """The first whose request may begin, or go on. Those that need memory begin in their order,
         and others pass them."""
@@ -127,7 +123,7 @@ class AnswerMemory:
             state = sequence.state
             if not self.taken or state in self._of:
                 return sequence
-            size = self.needed(state.request)
+            size = self.limit.bytes_of(state.request)
             if not size or (not is_full and self._have_room(state.request, size)):
                 return sequence
             is_full = True
@@ -140,7 +136,7 @@ class AnswerMemory:
 
     def take(self, state: RequestState) -> None:
         """A request begins."""
-        size = self.needed(state.request)
+        size = self.limit.bytes_of(state.request)
         if size and state not in self._of:
             self._of[state] = size
             self._add(state, size)
@@ -160,7 +156,9 @@ class AnswerMemory:
         most = self.limit.most
         if self.taken <= most:
             return None
-        grown = [s for s, size in self._of.items() if self.needed(s.request) < min(size, most)]
+        grown = [
+            s for s, size in self._of.items() if self.limit.bytes_of(s.request) < min(size, most)
+        ]
         if not grown:
             return None
         state = max(grown, key=self._of.__getitem__)

@@ -10,7 +10,7 @@ times, and only by requests that waited when the oldest before it was taken.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
@@ -67,10 +67,8 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
-
     def push(self, request: Request) -> None:
+        """Put a request after those that wait."""
         one = _Waiting(request, self._num_arrived)
         self._num_arrived += 1
         self._waiting[request.request_id] = self._unplaced[request.request_id] = one
@@ -161,30 +159,27 @@ class Backlog:
             place = place.parent
 
 
+@dataclass(eq=False)
 class _Line:
     """The waiting requests of a key. `mark`: how much of its share it has had."""
 
-    def __init__(self, backlog: Backlog) -> None:
-        self.backlog = backlog
-        self.weight = 1.0
-        self.mark = 0.0
+    backlog: Backlog
+    weight: float = 1.0
+    mark: float = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class Turns:
     """A line per key. The next comes from the key that has had the least of its share (stride
     scheduling); a key that comes back after a pause gets no credit for it. No request passes
     another key's: each is taken in the place of its own key's oldest.
-
-    Args:
-        cached, max_passed: see `Backlog`.
     """
 
-    def __init__(self, cached: RadixTree[Any], max_passed: int) -> None:
-        self._cached = cached
-        self._max_passed = max_passed
-        self._lines: dict[str, _Line] = {}
-        self._key_of: dict[str, str] = {}
-        self._now = 0.0
+    _cached: RadixTree[Any]
+    _max_passed: int
+    _lines: dict[str, _Line] = field(default_factory=dict)
+    _key_of: dict[str, str] = field(default_factory=dict)
+    _now: float = 0.0
 
     def __len__(self) -> int:
         return len(self._key_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onestem.cache import ModuleRun, PrefixCache, Run
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["PromptChunks"]
 
 
+@dataclass(eq=False, repr=False)
 class PromptChunks:
     """Puts chunks of prompts into a step.
 
@@ -23,10 +25,9 @@ class PromptChunks:
         tiers: where modules' keys and values may be kept as well.
     """
 
-    def __init__(self, cache: PrefixCache, room: Room) -> None:
-        self.tiers: ModuleTiers | None = None
-        self._cache = cache
-        self._room = room
+    _cache: PrefixCache
+    _room: Room
+    tiers: ModuleTiers | None = None
 
     def extend(self, draft: StepDraft, sequence: Sequence) -> None:
         """Schedule a sequence's next tokens, as many as the step has rows left. If it is

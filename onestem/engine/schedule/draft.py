@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass, field
 
 from onestem.engine.sequence import Chunk, Sequence, StepChanges
 
 __all__ = ["StepDraft"]
 
 
+@dataclass(kw_only=True, eq=False)
 class StepDraft:
     """What a step changes, and what holds only while that is being decided; it ends with its step.
 
@@ -20,32 +22,28 @@ class StepDraft:
     results. (A value to hand up would be looked at in twenty places; this one is looked at where
     rows are added.)
 
-    Args:
+    Attributes:
         may_preempt: whether nothing is in flight.
         only: no others have rows, or are admitted; None: all may.
-
-    Attributes:
         changes: what differs from the step before.
         left: rows that prompts may still have.
         waits: it lacks memory that may be freed by what is in flight.
         opened: ids of the interactive requests that it has taken from the queue.
         handling: the sequence that is being scheduled, to which an error is attributed.
         num_forks: sequences that fork from running prompts; None: not counted.
+        is_launched: its chunks have keys and values.
     """
 
-    def __init__(
-        self, *, may_preempt: bool = True, only: Container[Sequence] | None = None
-    ) -> None:
-        self.changes = StepChanges()
-        self.only = only
-        self.may_preempt = may_preempt
-        self.left = 0
-        self.waits = False
-        self.opened: list[str] = []
-        self.handling: Sequence | None = None
-        self.num_forks: int | None = None
-        self._chunked: set[Sequence] = set()
-        self._is_launched = False
+    may_preempt: bool = True
+    only: Container[Sequence] | None = None
+    changes: StepChanges = field(default_factory=StepChanges)
+    left: int = 0
+    waits: bool = False
+    opened: list[str] = field(default_factory=list)
+    handling: Sequence | None = None
+    num_forks: int | None = None
+    is_launched: bool = False
+    _chunked: set[Sequence] = field(default_factory=set)
 
     @property
     def takes_rows(self) -> bool:
@@ -74,14 +72,10 @@ class StepDraft:
                 some.remove(sequence)
         self.num_forks = None
 
-    def commit(self) -> None:
-        """Note that the step is launched: its chunks have keys and values."""
-        self._is_launched = True
-
     def drop(self, version: int) -> None:
         """Take back the chunks of a step that is not launched: their tokens have no KV. `version`:
         the tree's count of splits."""
-        if self._is_launched:
+        if self.is_launched:
             return
         for chunk in self.changes.chunks:
             if chunk.module is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.sequence import RequestState, Sequence
@@ -10,19 +11,18 @@ from onestem.engine.sequence import RequestState, Sequence
 __all__ = ["PlannedGroups"]
 
 
+@dataclass(eq=False, repr=False)
 class PlannedGroups:
     """Members of each group that are here, and what is pinned for it.
 
     Args:
-        cache: where the prefixes are.
         is_open: whether further members of a group may still come.
     """
 
-    def __init__(self, cache: PrefixCache, is_open: Callable[[int], bool]) -> None:
-        self._cache = cache
-        self._is_open = is_open
-        self._pins: dict[int, Run] = {}
-        self._members: dict[int, set[RequestState]] = {}
+    _cache: PrefixCache
+    _is_open: Callable[[int], bool]
+    _pins: dict[int, Run] = field(default_factory=dict)
+    _members: dict[int, set[RequestState]] = field(default_factory=dict)
 
     @property
     def num_pinned(self) -> int:

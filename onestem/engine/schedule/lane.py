@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
@@ -19,14 +20,13 @@ REFERENCE_STEPS = 6
 _age = attrgetter("order")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Lane:
     """Which sequences run, compute a prompt or decode, and how many may.
 
-    Args:
+    Attributes:
         is_job: whether it is the jobs'.
         share: how many rows it has beside the lane before it; None: any.
-
-    Attributes:
         running: admitted sequences, the oldest first.
         prompts: those of them that do not decode yet, in the same order.
         standing: those that decode and have no row.
@@ -35,16 +35,15 @@ class Lane:
         num_paused: sequences that the last step left out.
     """
 
-    def __init__(self, *, is_job: bool, share: JobShare | None = None) -> None:
-        self.is_job = is_job
-        self.share = share
-        self.running: list[Sequence] = []
-        self.prompts: list[Sequence] = []
-        self.standing: dict[Sequence, None] = {}
-        self.rows: dict[Sequence, None] = {}
-        self.limit: int | None = None
-        self.num_paused = 0
-        self._review_at = 0  # the step in which `limit` is set again
+    is_job: bool
+    share: JobShare | None = None
+    running: list[Sequence] = field(default_factory=list)
+    prompts: list[Sequence] = field(default_factory=list)
+    standing: dict[Sequence, None] = field(default_factory=dict)
+    rows: dict[Sequence, None] = field(default_factory=dict)
+    limit: int | None = None
+    num_paused: int = 0
+    _review_at: int = 0  # the step in which `limit` is set again
 
     @property
     def num_decoding(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -74,29 +74,20 @@ class _Pin:
         )
 
 
+@dataclass(eq=False, repr=False)
 class PinnedPrefixes:
     """Which prefixes are kept, and which sequences read them.
 
-    Args:
-        cache: where their runs are.
-        queue: where requests that compute prefixes wait.
+    Attributes:
         max_model_len: tokens that must fit beside them.
         bytes_per_token: of KV.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        queue: InteractiveQueue,
-        *,
-        max_model_len: int,
-        bytes_per_token: int,
-    ) -> None:
-        self._cache = cache
-        self._queue = queue
-        self._max_model_len = max_model_len
-        self._bytes_per_token = bytes_per_token
-        self._pins: dict[str, _Pin] = {}
+    _cache: PrefixCache
+    _queue: InteractiveQueue
+    max_model_len: int
+    bytes_per_token: int
+    _pins: dict[str, _Pin] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pins
@@ -120,13 +111,13 @@ class PinnedPrefixes:
     def _check_room(self, name: str, num_tokens: int) -> None:
         """What never leaves must leave room for the longest request."""
         pool = self._cache.pool
-        longest = pool.pages_for(self._max_model_len) + 1
+        longest = pool.pages_for(self.max_model_len) + 1
         left = (pool.num_pages - self.num_pages - longest - 1) * pool.page_size
         if num_tokens > left:
             raise RequestError(
                 f"prefix {name!r} has {num_tokens} tokens; KV memory of "
                 f"{pool.num_pages * pool.page_size} tokens holds {max(0, left)} more pinned ones "
-                f"beside max_model_len ({self._max_model_len}): raise kv_memory, lower "
+                f"beside max_model_len ({self.max_model_len}): raise kv_memory, lower "
                 "max_model_len, or unpin another"
             )
 
@@ -194,7 +185,7 @@ class PinnedPrefixes:
             num_tokens=count,
             num_computed_tokens=computed,
             ready=pin.run is not None and computed == count,
-            bytes=count * self._bytes_per_token,
+            bytes=count * self.bytes_per_token,
             readers=readers[pin.run] if pin.run else 0,
             hits=pin.hits,
             last_used=pin.last_used,

@@ -94,6 +94,7 @@ class InteractiveQueue:
         return request
 
     def peek(self) -> Request | None:
+        """The next request that the gate lets in; None: none of them."""
         for held in list(self._held.values()) if self._held else ():
             self._let_in(*held)
         return self._turns.peek()
@@ -104,11 +105,13 @@ class InteractiveQueue:
         return len(self._held)
 
     def pop(self) -> Request:
+        """Take the request of `peek`."""
         request = self._turns.pop()
         self._groups[request.group] -= 1
         return request
 
     def group_open(self, group: int) -> bool:
+        """Whether requests of a group wait."""
         return self._groups[group] > 0
 
     def __len__(self) -> int:
@@ -136,6 +139,7 @@ class PlannedQueue:
         self._ended = False
 
     def peek(self) -> Request | None:
+        """The next request; None: it waits at the gate, or all are taken."""
         while not self._ended:
             if self._next is None:
                 self._read()
@@ -155,6 +159,7 @@ class PlannedQueue:
         self._last_group = self._next.group if self._next is not None else None
 
     def pop(self) -> Request:
+        """Take the request of `peek`."""
         request = self.peek()
         if request is None:
             raise IndexError("the queue is empty")
@@ -188,12 +193,7 @@ class HybridQueue:
         first: bool = False,
         groups: dict[int, int] | None = None,
     ) -> None:
-        """Queue a job's requests, in planned order; they are read as there is room for them.
-
-        Args:
-            first: before other jobs' requests that are not read yet.
-            groups: numbers of the groups so far, where jobs are parts of one; None: it is whole.
-        """
+        """Queue a job's requests, in planned order; see `Requests.add_job`."""
         numbers = {} if groups is None else groups
         # Not a generator, which would end with the first error of `requests`.
         job = PlannedQueue(map(partial(self._as_job, numbers), requests), self._gate)
@@ -211,6 +211,7 @@ class HybridQueue:
         return dataclasses.replace(request, group=group, priority="job")
 
     def peek(self) -> Request | None:
+        """The next interactive request, else the next of the first job that has any."""
         request = self.interactive.peek()
         return request if request is not None else self._peek_job()
 
@@ -229,6 +230,7 @@ class HybridQueue:
         return self.interactive.num_held > 0 or any(job.holds for job in self._jobs.values())
 
     def pop(self) -> Request:
+        """Take the request of `peek`."""
         if self.interactive.peek() is not None:
             return self.interactive.pop()
         if self._peek_job() is None:
@@ -236,6 +238,7 @@ class HybridQueue:
         return next(iter(self._jobs.values())).pop()
 
     def group_open(self, group: int) -> bool:
+        """Whether requests of a group wait, or may still be read."""
         if self.interactive.group_open(group):
             return True
         return any(job.group_open(group) for job in self._jobs.values())

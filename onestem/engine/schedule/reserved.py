@@ -16,6 +16,8 @@ __all__ = ["ReservedPages"]
 # Steps after which the pages that running sequences will still need are counted again. They become
 # fewer with time, but for new sequences, which are counted when admitted.
 COUNTED_STEPS = 16
+# Decodes that sequences of unknown length have room for.
+LOOKAHEAD_TOKENS = 32
 
 
 class _Need(NamedTuple):
@@ -53,14 +55,16 @@ class ReservedPages:
     were known (on an H100 both took the same for 124 with 391 own tokens and answers of 512).
 
     Args:
-        cache: the runs.
-        lookahead_tokens: decodes that sequences of unknown length have room for.
         free_rows: rows that take as long as reading the weights.
+
+    Attributes:
+        needs: of each sequence that is counted.
+        soon: pages that all of them will take for what they have and their next decodes.
+        ending: int64 `[n, 6]`, the needs of those whose end is known, the last end first.
     """
 
-    def __init__(self, cache: PrefixCache, lookahead_tokens: int, free_rows: int) -> None:
+    def __init__(self, cache: PrefixCache, free_rows: int) -> None:
         self._cache = cache
-        self._lookahead_tokens = lookahead_tokens
         self._free_rows = free_rows
         self.expire()
         self.count(())
@@ -85,49 +89,49 @@ class ReservedPages:
 
     def count(self, running: Iterable[Sequence]) -> None:
         """Count again, for all running sequences."""
-        self._needs = {sequence: self._need(sequence) for sequence in running}
-        needs = self._needs.values()
-        self._soon = sum(need.soon for need in needs)
+        self.needs = {sequence: self._need(sequence) for sequence in running}
+        needs = self.needs.values()
+        self.soon = sum(need.soon for need in needs)
         ending = sorted((need for need in needs if need.left >= 0), reverse=True)
-        self._ending = np.array(ending, np.int64).reshape(-1, len(_Need._fields))
+        self.ending = np.array(ending, np.int64).reshape(-1, len(_Need._fields))
 
     def refresh(self, running: Iterable[Sequence]) -> None:
         """`count`, sooner: a sequence of unknown length needs as much as at the last count from its
         prompt's end until it comes near its own."""
-        if len(self._ending):
+        if len(self.ending):
             self.count(running)
             return
         for sequence in running:
-            need = self._needs.get(sequence)
+            need = self.needs.get(sequence)
             is_same = need is not None and need.now == 0 and need.rows <= 1 and sequence.sid >= 0
-            if not is_same or sequence.num_left <= self._lookahead_tokens:
+            if not is_same or sequence.num_left <= LOOKAHEAD_TOKENS:
                 self.drop(sequence)
                 self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that is admitted."""
-        need = self._needs[sequence] = self._need(sequence)
-        self._soon += need.soon
+        need = self.needs[sequence] = self._need(sequence)
+        self.soon += need.soon
         if need.left >= 0:
-            self._ending = _with(self._ending, need)
+            self.ending = _with(self.ending, need)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget one that has ended, or is preempted: its pages are free."""
-        need = self._needs.pop(sequence, None)
+        need = self.needs.pop(sequence, None)
         if need is None:
             return
-        self._soon -= need.soon
+        self.soon -= need.soon
         if need.left >= 0:
-            same = int(np.argmax((self._ending == need).all(axis=1)))
-            self._ending = np.delete(self._ending, same, axis=0)
+            same = int(np.argmax((self.ending == need).all(axis=1)))
+            self.ending = np.delete(self.ending, same, axis=0)
 
     def have_room(self, sequence: Sequence) -> bool:
         """Whether a sequence with its path attached fits beside what is reserved."""
         need, free = self._need(sequence), self._cache.pool.num_available
-        soon = self._soon + need.soon
+        soon = self.soon + need.soon
         if soon > free or not self._goes_by_length(need):
             return soon <= free
-        ending = _with(self._ending, need)
+        ending = _with(self.ending, need)
         return soon - int(ending[:, _SOON].sum()) + self._peak(ending) <= free
 
     def _goes_by_length(self, need: _Need) -> bool:
@@ -156,7 +160,7 @@ class ReservedPages:
         if sequence.score_only:
             return _Need(-1, now, 0, 0, 0, now)
         rows, left = 1 + sequence.num_forks, sequence.known_left
-        ahead = self._cache.pool.pages_for(min(self._lookahead_tokens, sequence.num_left))
+        ahead = self._cache.pool.pages_for(min(LOOKAHEAD_TOKENS, sequence.num_left))
         soon = now + rows * ahead
         if left is None:
             return _Need(-1, now, rows, 0, 0, soon)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.modules.prompt import SequenceModules
@@ -19,41 +20,27 @@ from onestem.engine.sequence import Sequence
 __all__ = ["Room"]
 
 
+@dataclass(eq=False, repr=False)
 class Room:
     """Gives and takes memory. What is short is taken from the newest sequence, jobs first.
 
-    Args:
-        lanes: of running sequences; the last gives up its memory first.
-        waiting: where preempted sequences go.
-        max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
-
     Attributes:
+        max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
         alone: the oldest sequence, while it runs by itself since nothing else let it go on.
         num_preempted: how often a sequence has lost its memory.
         reserved: pages that running sequences will take.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        lanes: tuple[Lane, ...],
-        waiting: WaitingLine,
-        pins: PinnedPrefixes,
-        answers: AnswerMemory,
-        reserved: ReservedPages,
-        *,
-        max_num_seqs: int | None,
-    ) -> None:
-        self.alone: Sequence | None = None
-        self.num_preempted = 0
-        self._cache = cache
-        self._lanes = lanes
-        self._waiting = waiting
-        self._pins = pins
-        self._answers = answers
-        self.reserved = reserved
-        self._max_num_seqs = max_num_seqs
-        self._orders = itertools.count()
+    _cache: PrefixCache
+    _lanes: tuple[Lane, ...]
+    _waiting: WaitingLine
+    _pins: PinnedPrefixes
+    _answers: AnswerMemory
+    reserved: ReservedPages
+    max_num_seqs: int | None
+    alone: Sequence | None = None
+    num_preempted: int = 0
+    _orders: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def num_running(self) -> int:
@@ -100,12 +87,12 @@ class Room:
 
     def _has_place(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Whether a sequence, with those that fork from it, may run beside the others."""
-        while self._max_num_seqs is not None and self.num_running:
+        while self.max_num_seqs is not None and self.num_running:
             if draft.num_forks is None:
                 prompts = itertools.chain.from_iterable(lane.prompts for lane in self._lanes)
                 draft.num_forks = sum(prompt.num_forks for prompt in prompts)
             coming = draft.num_forks + 1 + sequence.num_forks
-            if self.num_running + coming <= self._max_num_seqs:
+            if self.num_running + coming <= self.max_num_seqs:
                 break
             if sequence.is_job or not self._give_up_newest_job(draft):
                 return False
@@ -151,7 +138,8 @@ class Room:
             if self._cache.reserve(run, sequence.num_launched + 1 - run.start):
                 break
             newest = self._newest
-            if newest is not sequence:
+            # On trial, what others hold is not looked at: it waits.
+            if newest is not sequence or draft.only is not None:
                 self._give_up(draft, newest)
             else:
                 self.make_progress(draft)

@@ -49,15 +49,9 @@ class Scheduler:
     their memory goes first.
 
     Args:
-        cache: the runs.
-        queue: where new requests wait.
         factory: makes a request's sequences when it is opened, and those that fork at its end.
-        pins: prefixes that are kept.
-        limits: of a step.
         max_num_seqs: maximum sequences that are admitted; None: as many as memory holds.
-        answers: host memory that answers may take; None: any.
-        lookahead_tokens: decodes that admission leaves room for, per sequence whose length is not
-            known.
+        answers: host memory that answers may take.
         free_rows: decodes that hardly make a step longer; see `ReservedPages`.
 
     Attributes:
@@ -78,7 +72,6 @@ class Scheduler:
         limits: StepLimits,
         answers: AnswerMemory,
         max_num_seqs: int | None = None,
-        lookahead_tokens: int = 32,
         free_rows: int = 0,
     ) -> None:
         self.answers = answers
@@ -93,7 +86,7 @@ class Scheduler:
             self.waiting,
             pins,
             self.answers,
-            ReservedPages(cache, lookahead_tokens, free_rows),
+            ReservedPages(cache, free_rows),
             max_num_seqs=max_num_seqs,
         )
         self.chunks = PromptChunks(cache, self.room)
@@ -336,10 +329,6 @@ class Scheduler:
             assert self.jobs.share is not None
             self.jobs.share.note(changes.decodes, changes.jobs, seconds)
         return seconds
-
-    def finish(self, sequence: Sequence) -> None:
-        """Release the memory of a sequence that has ended."""
-        self.room.finish(sequence)
 
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits; planned groups are complete then."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 __all__ = ["CheckPace", "JobShare", "StepLimits"]
 
@@ -21,18 +22,19 @@ RETRY = 2  # cycles until jobs are tried again after one row of theirs was too m
 MEMORY = 0.25  # weight of the newest step in an average
 
 
+@dataclass(kw_only=True, eq=False)
 class JobShare:
     """Rows of jobs in a step, beside interactive requests.
 
     Attributes:
+        most: rows that they ever have.
         limit: rows that jobs may have in a step now.
     """
 
-    def __init__(self, *, most: int) -> None:
-        self.limit = 1
-        self._most = most
-        self._seconds: dict[int, float] = {}  # of steps without jobs, by magnitude of rows
-        self._steps = 0
+    most: int
+    limit: int = 1
+    _seconds: dict[int, float] = field(default_factory=dict)  # of steps without jobs, by magnitude
+    _steps: int = 0
 
     def rows(self, interactive: int) -> int:
         """Rows for jobs in a step with `interactive` decodes; 0 in steps that measure the time
@@ -52,20 +54,17 @@ class JobShare:
             self.limit = 1
         if jobs == 0:
             self._seconds[key] = seconds if known is None else _mean(known, seconds)
-        elif known is not None:
-            self._follow(jobs, seconds / known)
-
-    def _follow(self, jobs: int, slowdown: float) -> None:
-        if slowdown > SLOWDOWN:
+        elif known is not None and seconds / known > SLOWDOWN:
             self.limit = min(self.limit, jobs) * 3 // 4
-        elif jobs >= self.limit:
-            self.limit = min(self._most, self.limit + max(1, self.limit // 4))
+        elif known is not None and jobs >= self.limit:
+            self.limit = min(self.most, self.limit + max(1, self.limit // 4))
 
 
+@dataclass(kw_only=True, eq=False)
 class StepLimits:
     """What a step may have, so that it takes about a given time.
 
-    Args:
+    Attributes:
         step_tokens: maximum rows of a step, decodes included; half of them are for prompts, however
             many decodes there are. So full steps have one number of rows, for which libraries have
             chosen their kernels before.
@@ -73,10 +72,9 @@ class StepLimits:
             but `step_tokens`. It may be changed between steps.
     """
 
-    def __init__(self, *, step_tokens: int, step_seconds: float | None = None) -> None:
-        self.step_tokens = step_tokens
-        self.step_seconds = step_seconds
-        self._row: float | None = None  # seconds of a prompt's row
+    step_tokens: int
+    step_seconds: float | None = None
+    _row: float | None = None  # seconds of a prompt's row
 
     def rows(self, decodes: int = 0) -> int:
         """Rows of prompts that the next step may have beside `decodes` decodes."""

@@ -146,7 +146,7 @@ class WaitingLine:
         parked = len(self) >= MOST_PARKED
         if parked and request.priority != "job":
             parked = not self._sequences[MOST_PARKED - 1].is_job
-        return not parked or not self._answers.needed(request)
+        return not parked or not self._answers.limit.bytes_of(request)
 
     def _open(self, request: Request, draft: StepDraft) -> None:
         if request.priority != "job":

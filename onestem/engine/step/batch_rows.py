@@ -35,8 +35,6 @@ class BatchRows:
     """The rows of steps.
 
     Args:
-        cache: of the runs.
-        table: what is known of each row's sequence.
         windows: of the model's layers.
         share: False gives each sequence spans of its own, also over runs that several see.
 
@@ -58,7 +56,7 @@ class BatchRows:
         self.new_pages: NewPages | None = None
         self._cache = cache
         self._windows = windows
-        self._share = share
+        self.share = share
         self._changed = True  # whether rows did, since the last step
         self._readers = RunReaders(cache, table)
         self._spare_words = 0
@@ -97,17 +95,14 @@ class BatchRows:
                 self.chunks,
                 page_size=self._cache.pool.page_size,
                 version=self._cache.tree.num_splits,
-                share=self._share,
+                share=self.share,
             )
             self.shared_read_tokens += inputs.shared_read_tokens
-            joined = [self._begin(sequence) for chunk in inputs.ends for sequence in chunk.samples]
+            beginning = (sequence for chunk in inputs.ends for sequence in chunk.samples)
+            joined = [self.table.put(sequence, len(sequence.tokens)) for sequence in beginning]
             samples = np.concatenate((samples, np.array(joined, np.int64)))
             generations = self.table.generation[samples]
         self.inputs, self.sampled, self.generations = inputs, samples, generations
-
-    def _begin(self, sequence: Sequence) -> int:
-        """A row of the table for a sequence that samples after its prompt."""
-        return self.table.put(sequence, len(sequence.tokens))
 
     def _drop(self, leave: list[Sequence]) -> None:
         """Remove rows of sequences that leave, have ended, or sample no more; no gap is left."""
@@ -132,7 +127,7 @@ class BatchRows:
         self._set(replace(plan, runs=plan.runs[np.concatenate((own, used))], spans=spans))
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        anew = self._spare_words >= SPARE_WORDS or self._is_full()
+        anew = self._spare_words >= SPARE_WORDS
         if not sequences and not anew:
             return
         for sequence in sequences:
@@ -146,11 +141,6 @@ class BatchRows:
             or not all(map(self._insert, self._alike(sequences)))
         ):
             self.rebuild(sequences)
-
-    def _is_full(self) -> bool:
-        """Whether a row's list of pages has no room for the next token's."""
-        rows = self.rows
-        return bool((rows.offset + rows.length >= rows.held * self._cache.pool.page_size).any())
 
     def _going(self, rows: slice | np.ndarray) -> np.ndarray:
         """bool: whether the sequences of these rows sample on."""
@@ -181,19 +171,21 @@ class BatchRows:
 
     def _fresh(self) -> np.ndarray:
         """Rows whose next token goes into a new page."""
-        place, size = self.rows.offset + self.rows.length, self._cache.pool.page_size
-        return np.flatnonzero(place // size * size == place)
+        return np.flatnonzero((self._decodes.slots + 1) % self._cache.pool.page_size == 0)
 
     def _advance(self) -> NewPages:
         """Advance every row by one token."""
-        rows, fresh = self.rows, self._fresh()
+        rows, fresh, size = self.rows, self._fresh(), self._cache.pool.page_size
         pages = index = fresh
         if len(fresh):
-            index = (rows.offset + rows.length)[fresh] // self._cache.pool.page_size
+            place = (self.table.computed[rows.sid] - rows.base + rows.offset)[fresh]
+            index = place // size
+            if (index >= rows.held[fresh]).any():  # a row's list of pages has no room for it
+                self.rebuild()
+                return self._advance()
             pages = np.array(self._next_pages(fresh), np.int64)
         new_pages = NewPages(fresh, index, pages)
         self._decodes.advance(new_pages)
-        rows.length += 1
         self.table.computed[rows.sid] += 1
         return new_pages
 
@@ -213,7 +205,7 @@ class BatchRows:
         groups: dict[object, list[Sequence]] = {}
         for sequence in sequences:
             assert sequence.run is not None
-            key = sequence.run.parent if self._share else sequence
+            key = sequence.run.parent if self.share else sequence
             groups.setdefault(key, []).append(sequence)
         return list(groups.values())
 
@@ -224,7 +216,7 @@ class BatchRows:
         above = path[:-1]
         count, at, read = len(group), len(self.rows), 0
         alike = np.zeros(0, np.int64)
-        sid, end = self._readers.neighbour(above) if self._share else (-1, 0)
+        sid, end = self._readers.neighbour(above) if self.share else (-1, 0)
         if sid >= 0:
             spans, stops = _seen(self._plan, int(np.flatnonzero(self.rows.sid == sid)[0]))
             alike = spans[stops <= end]
@@ -246,10 +238,10 @@ class BatchRows:
     def _add_rows(self, group: list[Sequence], at: int, apart: list[Run]) -> None:
         """Put rows before row `at`, each with its own run, and their spans over runs `apart`."""
         count, before, plan = len(group), len(self.rows), self._plan
-        layout = DecodeLayout(self._cache.pool.page_size)
+        layout = DecodeLayout(self._cache.pool.page_size, self.share)
         rows = self._seated(group, layout.add_own(group))
         for run in apart:
-            layout.add_shared(run, 0, count)
+            layout.see_whole(run, 0, count)
         more = layout.plan(np.zeros(count, np.int64))
         # Own runs and spans stand first, in the order of rows.
         words, shared = len(plan.run_pages), plan.num_runs - before
@@ -275,7 +267,6 @@ class BatchRows:
     def _seated(self, sequences: list[Sequence], rows: Rows) -> Rows:
         rows.sid[:] = [sequence.sid for sequence in sequences]
         rows.generation[:] = self.table.generation[rows.sid]
-        rows.length[:] = self.table.computed[rows.sid] - rows.base
         return rows
 
     def rebuild(self, newcomers: Seq[Sequence] = ()) -> None:
@@ -295,10 +286,8 @@ class BatchRows:
 
     def _put(self, sequences: list[Sequence]) -> None:
         version = self._cache.tree.num_splits
-        layout = DecodeLayout(self._cache.pool.page_size)
-        sequences, rows = layout.add_all(
-            [(sequence, sequence.path(version)) for sequence in sequences], share=self._share
-        )
+        layout = DecodeLayout(self._cache.pool.page_size, self.share)
+        sequences, rows = layout.add_all([(one, one.path(version)) for one in sequences])
         self.rows, self._changed, self._spare_words = self._seated(sequences, rows), True, 0
         self._readers.clear()
         self._set(layout.plan(np.zeros(len(rows), np.int64)))
@@ -312,9 +301,11 @@ class BatchRows:
             plan = replace(plan, row_position=np.zeros(count, np.int32))
         self._plan = plan
         plans = {window: windowed(plan, window) for window in set(self._windows)}
-        positions, slots = _last_rows(self.rows, plan, self._cache.pool.page_size)
+        length = self.table.computed[self.rows.sid] - self.rows.base
+        positions = plan.runs[:count, RUN_POSITION].astype(np.int64) + length - 1
         plan.row_position[:] = positions
-        plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = self.rows.length
+        plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = length
+        slots = _slots(plan, self.rows.offset + length - 1, self._cache.pool.page_size)
         zeros = np.zeros(count, np.int64)
         self._decodes = StepInputs(
             zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], _num_shared(plan)
@@ -332,13 +323,11 @@ def _seen(plan: AttentionPlan, row: int) -> tuple[np.ndarray, np.ndarray]:
     return found, np.cumsum(spans[found, END])
 
 
-def _last_rows(rows: Rows, plan: AttentionPlan, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 `[num_rows]`: positions and slots of the rows that were launched last."""
-    place = np.maximum(rows.offset + rows.length - 1, 0)
-    starts = plan.runs[: len(rows), RUN_PAGES]
-    pages = plan.run_pages[starts + place // page_size].astype(np.int64)
-    positions = plan.runs[: len(rows), RUN_POSITION].astype(np.int64) + rows.length - 1
-    return positions, pages * page_size + place % page_size
+def _slots(plan: AttentionPlan, places: np.ndarray, page_size: int) -> np.ndarray:
+    """int64 `[num_rows]`: slots at places of the rows' own runs, one each. Place -1, before the
+    first token, is the last one of some page: what follows goes into a new page."""
+    pages = plan.run_pages[plan.runs[: len(places), RUN_PAGES] + places // page_size]
+    return pages.astype(np.int64) * page_size + places % page_size
 
 
 def _num_shared(plan: AttentionPlan) -> int:

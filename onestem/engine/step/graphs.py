@@ -29,7 +29,7 @@ from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
 from onestem.options import ShareMode
 
-__all__ = ["GraphRunner"]
+__all__ = ["Graph", "GraphRunner", "GraphShape", "Staging"]
 
 # Rows that graphs are made for; a larger step is launched kernel by kernel.
 BATCH_SIZES = (
@@ -49,7 +49,7 @@ _Kind = tuple[int | None, int, int]
 
 
 @dataclass(eq=False)
-class _Staging:
+class Staging:
     """Ids, positions and slots of a step, int64 `[3, max_rows]`, pinned; `copied` says when they
     may be written again."""
 
@@ -58,12 +58,13 @@ class _Staging:
     copied: torch.cuda.Event
 
     @staticmethod
-    def make(max_rows: int) -> _Staging:
+    def make(max_rows: int) -> Staging:
+        """One for steps of at most `max_rows` rows."""
         values = torch.zeros(3, max_rows, dtype=torch.int64, device="cpu", pin_memory=True)
-        return _Staging(values, values.numpy(), torch.cuda.Event())
+        return Staging(values, values.numpy(), torch.cuda.Event())
 
 
-class _Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """What a graph is made for: rows, and whether work lists may have items of the widest tiles."""
 
     rows: int
@@ -71,7 +72,7 @@ class _Shape(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Graph:
+class Graph:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor  # [rows, hidden_size], written by each replay
 
@@ -89,7 +90,12 @@ def _without_collector() -> Iterator[None]:
 
 
 class GraphRunner(Runner):
-    """`Runner` whose decode steps are CUDA graphs."""
+    """`Runner` whose decode steps are CUDA graphs.
+
+    Attributes:
+        workspaces: work lists, and what kernels need beside them, by the layers that they serve.
+        graphs: those that are made.
+    """
 
     def __init__(
         self,
@@ -103,7 +109,7 @@ class GraphRunner(Runner):
         super().__init__(decoder, impl, num_pages=num_pages, page_size=page_size, share=share)
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
-        self._stagings = [_Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
+        self._stagings = [Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
         self._listed = False  # whether they are those of the step before
@@ -113,9 +119,9 @@ class GraphRunner(Runner):
             (window, heads.num_kv_heads, heads.head_dim)
             for window, heads in zip(self.windows, decoder.part.heads, strict=True)
         ]
-        self._workspaces = self._make_workspaces(num_pages, page_size)
+        self.workspaces = self._make_workspaces(num_pages, page_size)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[_Shape, _Graph] = {}
+        self.graphs: dict[GraphShape, Graph] = {}
 
     def _make_workspaces(self, num_pages: int, page_size: int) -> dict[_Kind, Workspace]:
         config, device = self.decoder.part, self.decoder.device
@@ -147,7 +153,7 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
-        spaces = self._workspaces.values()
+        spaces = self.workspaces.values()
         for space in spaces:
             # Kernels run before they are captured. A list from before a sleep may have items of the
             # widest tiles, which the smaller kernel does not know.
@@ -155,64 +161,67 @@ class GraphRunner(Runner):
         attends = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):
             if attends and any(space.kernels.may_be_wide(size) for space in spaces):
-                self._graph(_Shape(size, True))
-            self.decoder.logits(self._graph(_Shape(size, False)).hidden)  # a product of its own
+                self._graph(GraphShape(size, True))
+            self.decoder.logits(self._graph(GraphShape(size, False)).hidden)  # a product of its own
 
     def release_pages(self) -> None:
         """Graphs hold addresses: they are made again when the engine is awake (`warm_up`)."""
-        self._graphs.clear()
+        self.graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._listed = False
         super().release_pages()
 
-    # ----------------------------------------------------------------------------- a step
-
-    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Prepared | _Shape:
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Prepared | GraphShape:
         """What `run` takes: for a step of few rows its graph. A step of more, or whose work list
         does not fit in the fixed buffers, is launched kernel by kernel."""
         rows = len(inputs.positions)
         self._list_age += 1
         if new_pages is None or self._list_age >= LIST_STEPS or not self._listed:
-            self._listed = rows <= BATCH_SIZES[-1] and self._write_lists(inputs)
+            self._listed = rows <= BATCH_SIZES[-1] and self.write_lists(inputs)
             return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
-            for workspace in self._workspaces.values():
+            for workspace in self.workspaces.values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(new_pages.runs, new_pages.page_index)
                 # Run and span i are row i's own, and each row is sampled from.
                 workspace.advance(inputs.logit_rows, words, new_pages.pages)
         return self._shape(rows)
 
-    def _shape(self, rows: int) -> _Shape:
+    def _shape(self, rows: int) -> GraphShape:
         """The graph of a step of `rows`, whose work lists are written."""
-        works = (workspace.work for workspace in self._workspaces.values())
-        return _Shape(self._size(rows), any(work is not None and work.num_wide for work in works))
+        works = (workspace.work for workspace in self.workspaces.values())
+        return GraphShape(
+            self._size(rows), any(work is not None and work.num_wide for work in works)
+        )
 
     def _size(self, rows: int) -> int:
         """Rows of the graph that a step of `rows` takes."""
         return int(self._sizes[np.searchsorted(self._sizes, rows)])
 
-    def _write_lists(self, inputs: StepInputs) -> bool:
+    def write_lists(self, inputs: StepInputs) -> bool:
         """Write the work lists; False: they do not fit in the fixed buffers."""
         self._list_age, size = 0, self._size(len(inputs.positions))
         if self.share == "no-attention":
             return True
         try:
-            for (window, *_), workspace in self._workspaces.items():
+            for (window, *_), workspace in self.workspaces.items():
                 workspace.write(inputs.plans[window], num_rows=size)
         except ListTooLong:
             return False
         return True
 
-    def run(self, inputs: StepInputs, prepared: Prepared | _Shape, ids: Tensor | None) -> Logits:
-        if not isinstance(prepared, _Shape):
+    def run(
+        self, inputs: StepInputs, prepared: Prepared | GraphShape, ids: Tensor | None
+    ) -> Logits:
+        """See `StepRunner.run`; a step that has a graph replays it."""
+        if not isinstance(prepared, GraphShape):
             return super().run(inputs, prepared, ids)
         rows = len(inputs.positions)
         self._stage(inputs, rows, prepared.rows)
         if ids is not None:
             self._inputs[0, : len(ids)].copy_(ids)
         if self.share != "no-attention":
-            for workspace in self._workspaces.values():
+            for workspace in self.workspaces.values():
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
@@ -228,19 +237,18 @@ class GraphRunner(Runner):
         self._inputs.copy_(staging.values, non_blocking=True)
         staging.copied.record()
 
-    # ----------------------------------------------------------------------------- graphs
-
-    def _graph(self, shape: _Shape) -> _Graph:
-        if shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape)
-        return self._graphs[shape]
+    def _graph(self, shape: GraphShape) -> Graph:
+        if shape not in self.graphs:
+            self.graphs[shape] = self.capture(shape)
+        return self.graphs[shape]
 
     @torch.inference_mode()
-    def _capture(self, shape: _Shape) -> _Graph:
+    def capture(self, shape: GraphShape) -> Graph:
+        """Make a graph of `fixed_forward`."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._fixed_forward(shape)  # compiles kernels, which cannot be done while capturing
+            self.fixed_forward(shape)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # With several ranks, a thread of their group watches collectives meanwhile.
@@ -249,10 +257,11 @@ class GraphRunner(Runner):
             _without_collector(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
         ):
-            hidden = self._fixed_forward(shape)
-        return _Graph(graph, hidden)
+            hidden = self.fixed_forward(shape)
+        return Graph(graph, hidden)
 
-    def _fixed_forward(self, shape: _Shape) -> Tensor:
+    def fixed_forward(self, shape: GraphShape) -> Tensor:
+        """Hidden states `[rows, hidden_size]` of what lies in the fixed buffers."""
         ids, positions, slots = self._inputs[:, : shape.rows]
         self.decoder.ranks.take_first(ids)
         return self.decoder.forward(ids, positions, self._fixed_attend(slots, shape.wide))
@@ -266,7 +275,7 @@ class GraphRunner(Runner):
             if self.share == "no-attention":
                 return q
             out = torch.empty_like(q)
-            workspace = self._workspaces[self._kinds[layer]]
+            workspace = self.workspaces[self._kinds[layer]]
             workspace.launch(q, k_pages, v_pages, out, scores=scores, wide=wide)
             if heads.sinks is not None:
                 ops.share_sinks(out, workspace.lse, heads.sinks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -32,18 +33,15 @@ class Rows(Columns):
         held: how many pages the plan's list of its own run has room for.
         offset, base: slot and index in the sequence of that run's first token, as they were when it
             was put into the plan; they hold also when the run is split.
-        length: tokens of that run whose rows were launched.
 
     Run and span i of the plan are row i's own.
     """
 
-    NAMES = ("sid", "generation", "held", "offset", "base", "length")
     sid: np.ndarray
     generation: np.ndarray
     held: np.ndarray
     offset: np.ndarray
     base: np.ndarray
-    length: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,39 +117,95 @@ def _uids(sequence: Sequence, path: list[Run]) -> list[int]:
     return [*(one.run.uid for one in sequence.imports), *(run.uid for run in path)]
 
 
-class DecodeLayout:
-    """Runs and spans of rows that decode, added to a plan if one is given."""
+@dataclass(slots=True)
+class _OpenSpan:
+    """Rows of `readers` sequences that see a run whole; the next rows may join."""
 
-    def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
-        self._builder = PlanBuilder(page_size, behind)
+    row: int
+    rows: int
+    readers: int
+
+
+class _Layout:
+    """Runs and spans, after those of a plan if one is given. Neighbours that see a run whole share
+    a span, unless `share` is False.
+
+    Attributes:
+        shared_read_tokens: see `StepInputs`.
+    """
+
+    def __init__(self, page_size: int, share: bool, behind: AttentionPlan | None = None) -> None:
+        self.builder = PlanBuilder(page_size, behind)
+        self.share = share
+        self.shared_read_tokens = 0
         self._runs: dict[Run, int] = {}
-        self._path: list[Run] = []  # that the row before sees above its own run
-        self._first_rows: list[int] = []  # where the rows of each of them begin
+        self._open: dict[Run, _OpenSpan] = {}
 
-    def add_all(
-        self, rows: list[tuple[Sequence, list[Run]]], *, share: bool
-    ) -> tuple[list[Sequence], Rows]:
+    def index(self, run: Run) -> int:
+        """A run's index in the plan."""
+        if run not in self._runs:
+            self._runs[run] = self.builder.add_run(
+                run.page_ids(), run.offset, run.computed, run.position
+            )
+        return self._runs[run]
+
+    def see_whole(self, run: Run, row: int, rows: int) -> None:
+        """Let rows of one more sequence, or of several that see the same, see a run whole."""
+        span = self._open.get(run)
+        if self.share and span is not None and span.row + span.rows == row:
+            span.rows += rows
+            span.readers += 1
+            return
+        if span is not None:
+            self._close(run, span)
+        self._open[run] = _OpenSpan(row, rows, 1)
+
+    def see_import(self, one: ImportedRun, row: int, rows: int) -> None:
+        """Let rows see what is imported of a module's run."""
+        if one.whole:
+            self.see_whole(one.run, row, rows)
+        else:
+            self.builder.add_span(row, rows, self.index(one.run), one.in_use)
+
+    def _close(self, run: Run, span: _OpenSpan) -> None:
+        self.builder.add_span(span.row, span.rows, self.index(run), len(run.tokens))
+        self.shared_read_tokens += (span.readers - 1) * len(run.tokens)
+
+    def plan(self, row_position: np.ndarray) -> AttentionPlan:
+        """The plan; `row_position` int64 `[num_rows]`: positions of all its rows."""
+        for run, span in self._open.items():
+            self._close(run, span)
+        return self.builder.build(row_position)
+
+
+class DecodeLayout(_Layout):
+    """Runs and spans of rows that decode."""
+
+    def add_all(self, rows: list[tuple[Sequence, list[Run]]]) -> tuple[list[Sequence], Rows]:
         """Add sequences with their paths, each with its own run and what it sees above. Returns
         them in tree order, and their rows."""
         rows = sorted(rows, key=lambda row: _uids(*row))
         sequences = [sequence for sequence, _ in rows]
-        own = self.add_own(sequences)
-        before: object = None
-        for row, (sequence, path) in enumerate(rows):
-            parent = path[-1].parent
-            if sequence.modules is not None:
-                self._see([*self._import_whole(sequence, row), *path[:-1]], row, share)
-                parent = None
-            elif not share or parent is not before:
-                self._see(path[:-1], row, share)
-            before = parent
-        self._close(0, len(rows))
+        own, at = self.add_own(sequences), 0
+        for _, alike in groupby(rows, self._seen_above):
+            (sequence, path), *others = alike
+            count = 1 + len(others)
+            for one in sequence.imports:
+                self.see_import(one, at, count)
+            for run in path[:-1]:
+                self.see_whole(run, at, count)
+            at += count
         return sequences, own
+
+    def _seen_above(self, row: tuple[Sequence, list[Run]]) -> object:
+        """The same for neighbours that see the same above their own runs, and share that."""
+        sequence, path = row
+        return path[-1].parent if self.share and sequence.modules is None else sequence
 
     def add_own(self, sequences: list[Sequence]) -> Rows:
         """Add the runs that sequences write, and a span over each, before all others. Their sids
-        and lengths are set later."""
-        rows, builder = Rows(len(sequences)), self._builder
+        are set later."""
+        rows, builder = Rows(len(sequences)), self.builder
         runs = [sequence.run for sequence in sequences if sequence.run is not None]
         rows.held[:] = [len(run.pages) + SLACK_PAGES for run in runs]
         rows.offset[:] = [run.offset for run in runs]
@@ -164,81 +218,32 @@ class DecodeLayout:
         builder.add_row_spans(len(runs))
         return rows
 
-    def add_shared(self, run: Run, row: int, rows: int) -> None:
-        """Let `rows` rows, from `row` on, see a run whole."""
-        if run not in self._runs:
-            self._runs[run] = self._builder.add_run(
-                run.page_ids(), run.offset, len(run.tokens), run.position
-            )
-        self._builder.add_span(row, rows, self._runs[run], len(run.tokens))
 
-    def plan(self, row_position: np.ndarray) -> AttentionPlan:
-        return self._builder.build(row_position)
-
-    def _import_whole(self, sequence: Sequence, row: int) -> list[Run]:
-        """Imported runs that a decode sees whole. What it sees a part of has a span of its own."""
-        for one in sequence.imports:
-            if not one.whole:
-                index = self._builder.add_run(
-                    one.run.page_ids(), one.run.offset, len(one.run.tokens), one.run.position
-                )
-                self._builder.add_span(row, 1, index, one.in_use)
-        return [one.run for one in sequence.imports if one.whole]
-
-    def _see(self, above: list[Run], row: int, share: bool) -> None:
-        """Continue the runs that the row before sees too, and begin the others."""
-        common = 0
-        limit = min(len(self._path), len(above)) if share else 0
-        while common < limit and self._path[common] is above[common]:
-            common += 1
-        self._close(common, row)
-        self._path.extend(above[common:])
-        self._first_rows.extend([row] * (len(above) - common))
-
-    def _close(self, depth: int, row: int) -> None:
-        """End the spans over runs deeper than `depth`."""
-        while len(self._path) > depth:
-            run, first = self._path.pop(), self._first_rows.pop()
-            self.add_shared(run, first, row - first)
-
-
-@dataclass(slots=True)
-class _OpenSpan:
-    """Rows of `readers` sequences that see a run up to `end`; the next rows may join."""
-
-    row: int
-    rows: int
-    end: int
-    readers: int
-
-
-class _ChunkLayout:
+class _ChunkLayout(_Layout):
     """Rows of prompts, after those of a step of decodes."""
 
     def __init__(self, page_size: int, share: bool, decodes: StepInputs) -> None:
         plan = next(iter(decodes.plans.values()))
-        self.share = share
-        self.builder = PlanBuilder(page_size, plan)
+        super().__init__(page_size, share, plan)
         self.ids = [decodes.token_ids]
         self.positions = [decodes.positions]
         self.slots = [decodes.slots]
         self.num_rows = plan.num_rows
         self.ends: list[Chunk] = []
-        self.end_rows: list[int] = []
+        self.logit_rows = list(range(plan.num_rows))
         self.scores: list[ScoreSpan] = []
-        self.score_rows: list[np.ndarray] = []
+        self.score_rows = [np.zeros(0, np.int64)]
         self._num_score_rows = 0
-        self._num_decodes = plan.num_rows
-        self._runs: dict[Run, int] = {}
-        self._open: dict[int, _OpenSpan] = {}  # by run
-        self._shared_read_tokens = 0
 
     def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
+        """Add rows of a sequence, which see its imports from each one's first row on."""
         sequence, a, b = chunk.sequence, chunk.start, chunk.end
         self.ids.append(sequence.ids()[a:b].astype(np.int64))
         self.positions.append(sequence.positions(a, b))
         for one in sequence.imports:
-            self._import(one, a, b)
+            rows = b - max(a, one.first)
+            if rows > 0:
+                self.see_import(one, self.num_rows + b - a - rows, rows)
         for run in path:
             if run.start >= b:
                 break
@@ -246,68 +251,34 @@ class _ChunkLayout:
         self._add_logits(chunk)
         self.num_rows += b - a
 
-    def _import(self, one: ImportedRun, a: int, b: int) -> None:
-        """Rows from the import's first on see it."""
-        rows = b - max(a, one.first)
-        if rows <= 0:
-            return
-        index, row = self._run_index(one.run), self.num_rows + b - a - rows
-        if one.whole:
-            self._see_whole(index, row, rows, one.in_use)
-        else:
-            self.builder.add_span(row, rows, index, one.in_use)
-
     def add_module(self, chunk: Chunk) -> None:
-        """Rows of a module: they see what it attends to whole, and itself causally."""
+        """Add rows of a module: they see what it attends to whole, and itself causally."""
         (*attended, module), a, b = chunk.module_path, chunk.start, chunk.end
         self.ids.append(np.array(module.tokens[a:b], np.int64))
         self.positions.append(module.position + np.arange(a, b))
         self._add_run(module, a, b)
         for run in attended:
-            self._see_whole(self._run_index(run), self.num_rows, b - a, len(run.tokens))
+            self.see_whole(run, self.num_rows, b - a)
         self.num_rows += b - a
 
     def _add_run(self, run: Run, a: int, b: int) -> None:
         """Rows inside the run see it causally, rows after it see it whole."""
-        index = self._run_index(run)
         inside = min(b, run.end) - max(a, run.start)
         if inside > 0:
             first = max(a, run.start)
             self.slots.append(run.slots(first - run.start, first - run.start + inside))
             self.builder.add_span(
-                self.num_rows + first - a, inside, index, first - run.start + 1, step=1
+                self.num_rows + first - a, inside, self.index(run), first - run.start + 1, step=1
             )
         behind = b - max(a, run.end)
         if behind > 0:
-            self._see_whole(index, self.num_rows + b - a - behind, behind, len(run.tokens))
-
-    def _see_whole(self, index: int, row: int, rows: int, end: int) -> None:
-        """Let rows of one more sequence see a run whole."""
-        span = self._open.get(index)
-        if self.share and span is not None and span.row + span.rows == row:
-            span.rows += rows
-            span.readers += 1
-            return
-        if span is not None:
-            self._add_open(index, span)
-        self._open[index] = _OpenSpan(row, rows, end, 1)
-
-    def _add_open(self, index: int, span: _OpenSpan) -> None:
-        self.builder.add_span(span.row, span.rows, index, span.end)
-        self._shared_read_tokens += (span.readers - 1) * span.end
-
-    def _run_index(self, run: Run) -> int:
-        if run not in self._runs:
-            self._runs[run] = self.builder.add_run(
-                run.page_ids(), run.offset, run.computed, run.position
-            )
-        return self._runs[run]
+            self.see_whole(run, self.num_rows + b - a - behind, behind)
 
     def _add_logits(self, chunk: Chunk) -> None:
         sequence, a, b = chunk.sequence, chunk.start, chunk.end
         if chunk.samples:
             self.ends.append(chunk)
-            self.end_rows.extend([self.num_rows + b - 1 - a] * len(chunk.samples))
+            self.logit_rows.extend([self.num_rows + b - 1 - a] * len(chunk.samples))
         if sequence.scoring is None:
             return
         first, end = sequence.scoring.span(a, b)
@@ -318,19 +289,17 @@ class _ChunkLayout:
             self._num_score_rows += len(rows)
 
     def inputs(self, windows: Seq[int | None]) -> StepInputs:
-        for index, span in self._open.items():
-            self._add_open(index, span)
+        """The inputs of the step, with a plan for each window."""
         ids, positions, slots = map(np.concatenate, (self.ids, self.positions, self.slots))
-        plan = self.builder.build(positions)
-        wanted = [*range(self._num_decodes), *self.end_rows]
+        plan = self.plan(positions)
         return StepInputs(
             ids,
             positions,
             slots,
             {window: windowed(plan, window) for window in set(windows)},
-            np.array(wanted, np.int64),
+            np.array(self.logit_rows, np.int64),
             self.ends,
-            np.concatenate((np.zeros(0, np.int64), *self.score_rows)),
+            np.concatenate(self.score_rows),
             self.scores,
-            self._shared_read_tokens,
+            self.shared_read_tokens,
         )

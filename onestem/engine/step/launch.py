@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,23 +54,21 @@ class InFlightStep:
     began: float
 
 
+@dataclass(eq=False, repr=False)
 class Launcher:
     """Launches steps: the model's forward pass over the batch's rows, then their samples.
 
     Attributes:
-        runner: of the model.
-        sampler: of their samples.
         in_flight: steps that are not committed, the oldest first.
         began: when the last one was launched, in seconds.
     """
 
-    def __init__(self, runner: StepRunner, sampler: Sampler) -> None:
-        self.runner = runner
-        self.in_flight: list[InFlightStep] = []
-        self.sampler = sampler
-        self._steps: list[Step] = []  # how rows sample, while they stay the same: of each block
-        self._needs_host = True  # whether some are looked at as they come
-        self.began = 0.0
+    runner: StepRunner
+    sampler: Sampler
+    in_flight: list[InFlightStep] = field(default_factory=list)
+    began: float = 0.0
+    _steps: list[Step] = field(default_factory=list)  # how rows that stay sample: of each block
+    _needs_host: bool = True  # whether some are looked at as they come
 
     def follows(self, batch_rows: BatchRows) -> bool:
         """Whether the step launched last samples the token of each row that decodes, or nothing is
@@ -98,7 +96,7 @@ class Launcher:
             return sampled.ids[: len(rows)]
         return sampled.ids[self.runner.on_device(rows)]
 
-    def sample(self, batch_rows: BatchRows, changes: StepChanges, logits: Logits) -> InFlightStep:
+    def sample(self, batch_rows: BatchRows, changes: StepChanges, logits: Logits) -> None:
         """Sample and score the step's rows. Nothing is waited for."""
         table, sids = batch_rows.table, batch_rows.sampled
         with torch.inference_mode():
@@ -123,7 +121,6 @@ class Launcher:
             began=self.began,
         )
         self.in_flight.append(launched)
-        return launched
 
     def _sample(self, batch_rows: BatchRows, blocks: Iterable[Tensor]) -> PendingBlocks:
         masked = self._masked(batch_rows)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onestem.engine.outputs import BROKEN, EngineStats
+from onestem.engine.outputs import EngineStats, broken
 from onestem.engine.sampling.pending import Sampled, TakenChosen
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.scheduler import Scheduler
@@ -25,37 +26,22 @@ NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Results:
     """Takes what steps computed.
-
-    Args:
-        scheduler: told of ends.
-        table: of the sequences that sample.
-        sampler: told of ends.
-        eos_token_ids: tokens that end a sequence.
-        stats: output tokens are counted there.
 
     Attributes:
         touched: requests that had news, in order; the reader empties it.
         ended: those whose last sequence has ended; see `take_ended`.
     """
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        table: SequenceTable,
-        sampler: Sampler,
-        eos_token_ids: tuple[int, ...],
-        stats: EngineStats,
-    ) -> None:
-        self.touched: dict[RequestState, None] = {}
-        self.ended: list[RequestState] = []
-        self._scheduler = scheduler
-        self._table = table
-        self._sampler = sampler
-        self._eos = eos_token_ids
-        self._stats = stats
+    _scheduler: Scheduler
+    _table: SequenceTable
+    _sampler: Sampler
+    _eos: tuple[int, ...]
+    _stats: EngineStats
+    touched: dict[RequestState, None] = field(default_factory=dict)
+    ended: list[RequestState] = field(default_factory=list)
 
     def note_launched(self, chunks: list[Chunk]) -> None:
         """Note that chunks are launched as rows of a step."""
@@ -261,7 +247,7 @@ class Results:
         name = sequence.state.request.request_id
         log.error("request %s: its answer cannot be computed or taken", name, exc_info=error)
         sequence.finish_reason = "error"
-        sequence.stop_reason = f"{BROKEN}{type(error).__name__}: {error}"
+        sequence.stop_reason = broken(error)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Release the runs of a sequence that has ended, and its request after the last one."""
@@ -274,7 +260,7 @@ class Results:
         self.touched[state] = None
         if state.finished:
             state.metrics.finished_time = time.monotonic()
-        self._scheduler.finish(sequence)
+        self._scheduler.room.finish(sequence)
         if state.finished:
             self.ended.append(state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
 from onestem.engine.sequence import Sequence
@@ -11,19 +12,14 @@ from onestem.engine.step.sequence_table import SequenceTable
 __all__ = ["RunReaders"]
 
 
+@dataclass(eq=False, repr=False)
 class RunReaders:
-    """The rows that decode, by the runs of their paths. PML's are left out.
+    """The rows that decode, by the runs of their paths. PML's are left out."""
 
-    Args:
-        cache: of the runs.
-        table: of the rows' sequences.
-    """
-
-    def __init__(self, cache: PrefixCache, table: SequenceTable) -> None:
-        self._cache = cache
-        self._table = table
-        self._readers: dict[Run, dict[int, None]] = {}  # sids
-        self._reads: dict[int, list[Run]] = {}  # by sid
+    _cache: PrefixCache
+    _table: SequenceTable
+    _readers: dict[Run, dict[int, None]] = field(default_factory=dict)  # sids
+    _reads: dict[int, list[Run]] = field(default_factory=dict)  # by sid
 
     def note(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences that have a row."""

@@ -62,26 +62,56 @@ class StepRunner(Protocol):
     windows: tuple[int | None, ...]
     kv_pages: list[tuple[Tensor, Tensor]]
 
-    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any: ...
-    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits: ...
-    def check(self) -> None: ...
-    def on_device(self, values: np.ndarray) -> Tensor: ...
-    def warm_up(self) -> None: ...
-    def release_pages(self) -> None: ...
-    def restore_pages(self) -> None: ...
-    def release_weights(self, *, keep: bool) -> None: ...
-    def restore_weights(self) -> None: ...
-    def write_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any:
+        """Make the step's plans ready, the same for all layers: what `run` takes. `new_pages`:
+        since the step before; None: rows, or what they see, have changed too."""
+
+    def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
+        """Logits of the rows that want them. `ids` int64 `[num_decodes]`: the first rows' tokens
+        where they are on the device already, instead of `inputs.token_ids`. Of several ranks all
+        have `ids`, and rank 0's are taken."""
+
+    def check(self) -> None:
+        """Raise an error where what steps have given cannot be trusted."""
+
+    def on_device(self, values: np.ndarray) -> Tensor:
+        """A copy on the device, made without waiting for a GPU."""
+
+    def warm_up(self) -> None:
+        """Make what would else be made in the first steps."""
+
+    def release_pages(self) -> None:
+        """Free KV memory; its tensors stay the objects that they are."""
+
+    def restore_pages(self) -> None:
+        """Allocate KV memory again; nothing is in it."""
+
+    def release_weights(self, *, keep: bool) -> None:
+        """See `Decoder.release`."""
+
+    def restore_weights(self) -> None:
+        """See `Decoder.restore`."""
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `write_tensors`."""
 
 
 class RankTeam(Protocol):
     """What an engine's owner needs of the other processes that hold the model together
     (`onestem.parallel.Team`)."""
 
-    def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> StepRunner: ...
-    def check(self) -> None: ...
-    def on_death(self, notify: Callable[[str], object]) -> None: ...
-    def close(self) -> None: ...
+    def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> StepRunner:
+        """A runner of all processes together; `options`: see `Runner`."""
+
+    def check(self) -> None:
+        """Raise `RankError` if a process has ended."""
+
+    def on_death(self, notify: Callable[[str], object]) -> None:
+        """Call a function with the reason, from another thread, when a process has ended; now if
+        one has."""
+
+    def close(self) -> None:
+        """End the processes."""
 
 
 class Runner:
@@ -92,8 +122,6 @@ class Runner:
         pages: those that each layer reads.
 
     Args:
-        decoder: the model.
-        impl: the attention implementation.
         share: `no-attention` writes K and V but attends to nothing (the ceiling).
     """
 
@@ -165,8 +193,7 @@ class Runner:
         return [tensor for pair in self.kv_pages for tensor in pair]
 
     def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any:
-        """Make the step's plans ready, the same for all layers: what `run` takes. `new_pages`:
-        since the step before; None: rows, or what they see, have changed too."""
+        """See `StepRunner.prepare`."""
         if self.share == "no-attention":
             return {}
         together = self.share != "storage"
@@ -175,9 +202,7 @@ class Runner:
         }
 
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
-        """Logits of the rows that want them. `ids` int64 `[num_decodes]`: the first rows' tokens
-        where they are on the device already, instead of `inputs.token_ids`. Of several ranks all
-        have `ids`, and rank 0's are taken."""
+        """See `StepRunner.run`."""
         if ids is not None:
             self.decoder.ranks.take_first(ids)
         if ids is None:

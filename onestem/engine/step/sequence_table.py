@@ -6,10 +6,8 @@ Which rows a step has, and in which order, is another matter (`onestem.engine.st
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Seq
-from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -23,45 +21,41 @@ __all__ = ["Columns", "SequenceTable"]
 
 
 class Columns:
-    """int64 arrays by name. A subclass names them in `NAMES`, and declares each as an attribute.
+    """int64 arrays by name: the attributes that a subclass declares.
 
-    They are arrays of their own and not fields of one: most work of a step reads or writes a single
+    Each is contiguous and not a field of a record: most work of a step reads or writes a single
     column, and strided ones take several times as long.
     """
 
-    NAMES: tuple[str, ...] = ()
+    NAMES: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls.NAMES = tuple(cls.__annotations__)
 
     def __init__(self, length: int = 0) -> None:
-        for name in self.NAMES:
-            setattr(self, name, np.zeros(length, np.int64))
+        self._set(np.zeros((len(self.NAMES), length), np.int64))
+
+    def _set(self, columns: np.ndarray) -> Self:
+        self._columns = columns
+        for name, column in zip(self.NAMES, columns, strict=True):
+            setattr(self, name, column)
+        return self
 
     def __len__(self) -> int:
-        return len(getattr(self, self.NAMES[0]))
+        return self._columns.shape[1]
 
     def lengthen(self, count: int) -> None:
-        """Append `count` zeros to each, in place."""
-        for name in self.NAMES:
-            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(count, np.int64))))
+        """Append `count` zeros to each; they are other arrays from then on."""
+        self._set(np.pad(self._columns, ((0, 0), (0, count))))
 
     def kept(self, rows: np.ndarray) -> Self:
         """A copy with only bool `rows`."""
-        return self._each({name: getattr(self, name)[rows] for name in self.NAMES})
+        return type(self)()._set(np.compress(rows, self._columns, axis=1))
 
     def inserted(self, at: int, other: Self) -> Self:
         """A copy with all of another's rows before row `at`."""
-        return self._each(
-            {
-                name: np.concatenate((mine[:at], getattr(other, name), mine[at:]))
-                for name in self.NAMES
-                for mine in (getattr(self, name),)
-            }
-        )
-
-    def _each(self, arrays: dict[str, np.ndarray]) -> Self:
-        made = type(self)()
-        for name, column in arrays.items():
-            setattr(made, name, column)
-        return made
+        mine = self._columns
+        return type(self)()._set(np.hstack((mine[:, :at], other._columns, mine[:, at:])))
 
 
 # Tokens that are not looked at as they come go to their sequences this many at a time.
@@ -70,10 +64,6 @@ FLUSH_TOKENS = 64
 
 class SequenceTable(Columns):
     """The sequences of an engine that sample, each in a row `sid`.
-
-    Args:
-        sampler: makes the rows' records.
-        eos_token_ids: of the model.
 
     Attributes, each int64 `[size]`:
         generation: grows when the row is released: what was launched before is another's.
@@ -94,10 +84,6 @@ class SequenceTable(Columns):
         broken: sequences whose row the sampler cannot make, and why: they are to be ended.
     """
 
-    NAMES = (
-        "generation", "computed", "end", "num_prompt", "last_id", "launched_row", "flushed",
-        "needs_host", "stops_at_eos",
-    )  # fmt: skip
     generation: np.ndarray
     computed: np.ndarray
     end: np.ndarray
@@ -167,13 +153,14 @@ class SequenceTable(Columns):
         if row is None:
             params = sequence.state.request.params
             eos = () if params.ignore_eos else self._eos
+            tokens, first = sequence.tokens, sequence.num_prompt
             row = sequence.sampling = SamplingRow(
                 params=params,
                 seed=sequence.state.seed,
                 sequence_index=sequence.index,
                 prompt_token_ids=sequence.state.request.prompt_token_ids,
                 # Not of the sequence, which has the row: a cycle would outlive the request.
-                output_token_ids=partial(_from, sequence.tokens, sequence.num_prompt),
+                output_token_ids=lambda: tokens[first:],
                 stop_ids=frozenset((*eos, *params.stop_token_ids)),
             )
         row.token_index = sequence.num_output
@@ -216,12 +203,12 @@ class SequenceTable(Columns):
         return True
 
     def note_launched(self, sids: np.ndarray) -> None:
-        """Note that a token is sampled for each of these sequences, in this order."""
+        """Note that a token is sampled for each of `sids`, int64 `[n]`, in this order."""
         self.launched_row.fill(-1)
         self.launched_row[sids] = np.arange(len(sids))
 
     def note_committed(self, sids: np.ndarray, ids: np.ndarray) -> None:
-        """Note tokens that are not looked at as they come."""
+        """Note tokens `ids` of `sids`, int64 `[n]`, that are not looked at as they come."""
         self._tokens[self._commits, sids] = ids
         self.last_id[sids] = ids
 
@@ -252,7 +239,3 @@ class SequenceTable(Columns):
             return
         entries = self._entries.pop(sid, ()) if self._entries else ()
         sequence.extend([token for token in found if token >= 0], entries)
-
-
-def _from(tokens: array[int], first: int) -> array[int]:
-    return tokens[first:]

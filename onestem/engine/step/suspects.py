@@ -55,16 +55,14 @@ class Suspects:
         if not self._groups:
             self._num_failures *= not has_rows
             return
-        left = [s for s in self._groups[-1] if s.finish_reason is None and self._stands(s)]
+        tried = (s for s in self._groups[-1] if s.finish_reason is None)
+        left = [s for s in tried if _position(s) <= self._known[s]]
         if left and has_rows:
             self._groups[-1] = left
         else:
             self._groups.pop()
         if not self._groups:
             self._known.clear()
-
-    def _stands(self, sequence: Sequence) -> bool:
-        return _position(sequence) <= self._known[sequence]
 
 
 def _position(sequence: Sequence) -> int:

@@ -51,7 +51,7 @@ class BoundedTokenizer:
     def encode_batch(
         self, texts: Sequence[RawText], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """As `Tokenizer` has it, like all that follows."""
+        """Ids of raw texts, as of `Tokenizer.encode_batch`."""
         for raw in texts:
             self._tokenizer.check_raw(raw, self._max_model_len)
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
@@ -59,6 +59,8 @@ class BoundedTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> list[int]:
+        """Ids of a conversation, as of `Tokenizer.apply_chat_template`, whose other arguments it
+        takes."""
         self.check_messages("messages", messages)
         if how.get("fields"):
             self.check("tools", len(_json(how["fields"])), control=True)
@@ -67,24 +69,30 @@ class BoundedTokenizer:
         )
 
     def prefilled_tokens(self, fields: Mapping[str, Any]) -> int:
+        """See `Tokenizer.prefilled_tokens`."""
         return self._tokenizer.prefilled_tokens(fields)
 
     @property
     def first_id(self) -> int | None:
+        """What stands for a beginning; None: the tokenizer names nothing."""
         return self._tokenizer.first_id
 
     @property
     def special_ids(self) -> Collection[int]:
+        """Ids of control tokens."""
         return self._tokenizer.special_ids
 
     @property
     def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of tools; None: its template does not say it."""
         return self._tokenizer.tool_form
 
     def control_token(self, name: str) -> int | None:
+        """The id of a control token; None where `name` is not one."""
         return self._tokenizer.control_token(name)
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token that does not come first."""
         return self._tokenizer.token_bytes(token_id)
 
 

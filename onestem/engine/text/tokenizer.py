@@ -36,7 +36,7 @@ from onestem.native import is_panic
 from onestem.openai.tools import ToolForm
 from onestem.rawtext import RawText
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "read_hugging_face"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -102,9 +102,7 @@ class Tokenizer(Vocabulary):
         """
         directory = Path(path)
         try:
-            loaded = (
-                read_tokenizer(open_gguf(directory)) if directory.is_file() else _read(directory)
-            )
+            loaded = read_hugging_face(directory)
             return None if loaded is None else cls(loaded)
         except OnestemError:
             raise
@@ -332,8 +330,10 @@ class Tokenizer(Vocabulary):
         return Marker(self._text, self._names, self._special)
 
 
-def _read(directory: Path) -> Any | None:
-    """The tokenizer of `transformers` in a directory; None where it has none."""
+def read_hugging_face(directory: Path) -> Any | None:
+    """The tokenizer of `transformers` in a directory or a GGUF file; None where it has none."""
+    if directory.is_file():
+        return read_tokenizer(open_gguf(directory))
     check_files(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None

@@ -18,7 +18,6 @@ __all__ = [
     "STATUS_NOT_FINITE",
     "STATUS_OK",
     "RowTable",
-    "word_of",
 ]
 
 # Status of a draw, besides its token.
@@ -48,13 +47,6 @@ ROW = np.dtype(
         ("spare", np.int32),
     ]
 )
-
-
-def word_of(name: str) -> int:
-    """Index of a field's word in a row."""
-    names = ROW.names
-    assert names is not None
-    return names.index(name)
 
 
 IDLE = np.zeros((), ROW)

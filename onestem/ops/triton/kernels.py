@@ -226,7 +226,8 @@ def _attend_item(
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, FORM.block_d], tl.float32)
+    BLOCK_D: tl.constexpr = FORM.block_d  # Triton 3.6 takes no fields in a shape
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for index in range(num_walk):
         entry = tl.where(index == 0, record + W.FIRST_ENTRY, more + (index - 1) * W.ENTRY)
         lo = tl.load(entry)

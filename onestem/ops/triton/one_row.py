@@ -19,7 +19,7 @@ x. A product sums over columns, so their order may be that of the words.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -30,9 +30,6 @@ from triton.experimental.gluon import language as gl
 from onestem.ops.triton.dependent import dependent_launch
 from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.versions import barrier, viewed
-
-if TYPE_CHECKING:
-    from onestem.ops.triton.tiled import TiledGroups
 
 __all__ = ["one_row_product"]
 
@@ -323,7 +320,10 @@ def _one_row(
 
 def one_row_product(
     x: Tensor,
-    weight: TiledGroups,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    zero: int,
     bias: Tensor | None,
     out: Tensor,
     sms: int,
@@ -333,26 +333,26 @@ def one_row_product(
     takes. Sums are float32, and weights are not rounded.
 
     Args:
+        codes, scales, zeros, zero: as in `TiledGroups` and its `packing`.
         gate: of the first half of the products, which multiplies the second half: out is
             `[1, num_out / 2]`, of which 64 must be a divisor.
     """
-    packing = weight.packing
-    num_out = weight.num_out if gate is None else weight.num_out // 2
+    num_out, size = out.shape[1], x.shape[1]
     num_tiles = triton.cdiv(num_out, 16 if gate is None else 8)
     _one_row[(min(num_tiles, 2 * sms),)](
         x.view(torch.int32),
-        weight.codes.view(torch.int32),
-        weight.scales,
-        weight.zeros,
+        codes.view(torch.int32),
+        scales,
+        zeros,
         out if bias is None else bias,
         out,
         num_out,
         num_tiles,
-        weight.size,
-        CHUNKS=weight.codes.shape[1],
-        ZERO=packing.zero,
-        HALVES=packing.plane // 32,
-        GROUPS=packing.groups,
+        size,
+        CHUNKS=codes.shape[1],
+        ZERO=zero,
+        HALVES=codes.shape[3] // 32,
+        GROUPS=scales.shape[2],
         HAS_BIAS=bias is not None,
         APART=0 if gate is None else num_out // 64,
         GELU=gate == "gelu",

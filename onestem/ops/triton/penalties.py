@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import Penalties
-from onestem.ops.sampling.rows import ROW, RowTable, word_of
+from onestem.ops.sampling.rows import RowTable
+from onestem.ops.triton.words import ROW_WORDS, R
 
 __all__ = ["TritonPenalties"]
 
@@ -20,21 +21,15 @@ _Ids = NDArray[np.int64]
 _BLOCK = 1024
 _PLACES, _ENTRIES = 8, 256  # minimum capacity: states, and sampled ids of each
 
-_WORDS = tl.constexpr(ROW.itemsize // 4)
-_REPETITION = tl.constexpr(word_of("repetition"))
-_PRESENCE = tl.constexpr(word_of("presence"))
-_FREQUENCY = tl.constexpr(word_of("frequency"))
-_PENALTY = tl.constexpr(word_of("penalty"))
-
 
 @triton.jit
 def _repeat(logits, stride, index, rows, seen, num_words, vocab, BLOCK: tl.constexpr):
     """Program (i, part): the repetition penalty on BLOCK logits of row index[i]."""
     row = tl.load(index + tl.program_id(0))
-    asked = rows + row * _WORDS
-    penalty = tl.load(asked + _REPETITION).to(tl.float32, bitcast=True)
+    asked = rows + row * ROW_WORDS
+    penalty = tl.load(asked + R.repetition).to(tl.float32, bitcast=True)
     if penalty != 1.0:
-        state = seen + tl.load(asked + _PENALTY).to(tl.int64) * num_words
+        state = seen + tl.load(asked + R.penalty).to(tl.int64) * num_words
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         there = ids < vocab
         bits = tl.load(state + ids // 32, mask=there, other=0)
@@ -48,10 +43,10 @@ def _repeat(logits, stride, index, rows, seen, num_words, vocab, BLOCK: tl.const
 def _spend(logits, stride, index, rows, ids, counts, starts, lengths, BLOCK: tl.constexpr):
     """Program (i): presence and frequency penalties on row index[i]."""
     row = tl.load(index + tl.program_id(0))
-    asked = rows + row * _WORDS
-    presence = tl.load(asked + _PRESENCE).to(tl.float32, bitcast=True)
-    frequency = tl.load(asked + _FREQUENCY).to(tl.float32, bitcast=True)
-    place = tl.load(asked + _PENALTY).to(tl.int64)
+    asked = rows + row * ROW_WORDS
+    presence = tl.load(asked + R.presence).to(tl.float32, bitcast=True)
+    frequency = tl.load(asked + R.frequency).to(tl.float32, bitcast=True)
+    place = tl.load(asked + R.penalty).to(tl.int64)
     first, length = tl.load(starts + place), tl.load(lengths + place)
     if (presence != 0) | (frequency != 0):
         for start in range(0, length, BLOCK):
@@ -68,7 +63,7 @@ def _spend(logits, stride, index, rows, ids, counts, starts, lengths, BLOCK: tl.
 def _note(index, rows, sampled, seen, num_words, ids, counts, starts, lengths, BLOCK: tl.constexpr):
     """Program (i): row index[i] has sampled a token."""
     row = tl.load(index + tl.program_id(0))
-    place = tl.load(rows + row * _WORDS + _PENALTY).to(tl.int64)
+    place = tl.load(rows + row * ROW_WORDS + R.penalty).to(tl.int64)
     token = tl.load(sampled + row).to(tl.int32)
     word = seen + place * num_words + token // 32
     tl.store(word, tl.load(word) | (1 << (token % 32)))

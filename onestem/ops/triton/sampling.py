@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onestem.ops.sampling import Drawn, Sampling
-from onestem.ops.sampling.rows import ROW, STATUS_MASKED, STATUS_NOT_FINITE, RowTable, word_of
+from onestem.ops.sampling.rows import STATUS_MASKED, STATUS_NOT_FINITE, RowTable
 from onestem.ops.sampling.torch_impl import WEIGHT_BITS
 from onestem.ops.triton.penalties import TritonPenalties
+from onestem.ops.triton.words import ROW_WORDS, R
 
 __all__ = ["MOST_LEADING", "TritonSampling"]
 
@@ -35,16 +36,6 @@ _PROGRAMS = 2048
 _BLOCK, _WARPS = 1024, 8
 _ROW_BLOCK, _ROW_WARPS = 4096, 16
 _LEADING_BLOCK, _LEADING_WARPS = 2048, 8
-
-_WORDS = tl.constexpr(ROW.itemsize // 4)
-_SEED_LOW = tl.constexpr(word_of("seed_low"))
-_SEED_HIGH = tl.constexpr(word_of("seed_high"))
-_SEQUENCE = tl.constexpr(word_of("sequence"))
-_TOKEN = tl.constexpr(word_of("token"))
-_TEMPERATURE = tl.constexpr(word_of("temperature"))
-_TOP_K = tl.constexpr(word_of("top_k"))
-_TOP_P = tl.constexpr(word_of("top_p"))
-_MIN_P = tl.constexpr(word_of("min_p"))
 
 _NOT_FINITE, _MASKED = tl.constexpr(STATUS_NOT_FINITE), tl.constexpr(STATUS_MASKED)
 _NOBODY = tl.constexpr(2**31 - 1)  # above all ids
@@ -97,8 +88,8 @@ def _log_wait(high, low):
 
 @triton.jit
 def _seed(row):
-    low = tl.load(row + _SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(row + _SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    low = tl.load(row + R.seed_low).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(row + R.seed_high).to(tl.uint32, bitcast=True).to(tl.uint64)
     return (high << 32) | low
 
 
@@ -146,17 +137,17 @@ def _first_of_best(scores, ids):
 def _race(logits, stride, rows, steps, scores, winners, faults, vocab, split, BLOCK: tl.constexpr):
     """Program (row, part): the winner of a part of a row; rows with a filter are left out."""
     row, part = tl.program_id(0), tl.program_id(1)
-    asked = rows + row * _WORDS
+    asked = rows + row * ROW_WORDS
     base = logits + row.to(tl.int64) * stride
-    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
+    temperature = tl.load(asked + R.temperature).to(tl.float32, bitcast=True)
     draws = temperature > 0
     cut = (
-        (tl.load(asked + _TOP_K) > 0)
-        | (tl.load(asked + _TOP_P).to(tl.float32, bitcast=True) < 1)
-        | (tl.load(asked + _MIN_P).to(tl.float32, bitcast=True) > 0)
+        (tl.load(asked + R.top_k) > 0)
+        | (tl.load(asked + R.top_p).to(tl.float32, bitcast=True) < 1)
+        | (tl.load(asked + R.min_p).to(tl.float32, bitcast=True) > 0)
     )
-    seed, sequence = _seed(asked), tl.load(asked + _SEQUENCE)
-    token, heat = tl.load(asked + _TOKEN) + steps, 1.0 / tl.where(draws, temperature, 1.0)
+    seed, sequence = _seed(asked), tl.load(asked + R.sequence)
+    token, heat = tl.load(asked + R.token) + steps, 1.0 / tl.where(draws, temperature, 1.0)
     begin = part * split
     stop = tl.where(draws & cut, begin, tl.minimum(begin + split, vocab))
     best = tl.full([BLOCK], -_INFINITY, tl.float32)
@@ -280,9 +271,9 @@ def _leading(
     token from its top-k."""
     i = tl.program_id(0)
     row = tl.load(index + i)
-    asked = rows + row * _WORDS
+    asked = rows + row * ROW_WORDS
     base = logits + row * stride
-    count = tl.load(asked + _TOP_K) if DRAW else most
+    count = tl.load(asked + R.top_k) if DRAW else most
     count = tl.minimum(count, vocab)
     # The count-th highest group top is a lower bound of the count-th logit, and rarely far below.
     tops, wrong = _group_tops(base, vocab, GROUPS)
@@ -326,16 +317,16 @@ def _leading(
 @triton.jit
 def _draw_leading(asked, steps, x, ids, highest, there, rank):
     """The winner among a row's leading tokens, in order, that top-p and min-p keep."""
-    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
-    top_p = tl.load(asked + _TOP_P).to(tl.float32, bitcast=True)
+    temperature = tl.load(asked + R.temperature).to(tl.float32, bitcast=True)
+    top_p = tl.load(asked + R.top_p).to(tl.float32, bitcast=True)
     heat = 1.0 / temperature
     weight = tl.where(there, (tl.exp((x - highest) * heat) * _UNIT).to(tl.int64), 0)
     before = (tl.cumsum(weight, 0) - weight).to(tl.float64)
     limit = top_p.to(tl.float64) * tl.sum(weight, 0).to(tl.float64)
     kept = there & (x > -_INFINITY) & (before < tl.where(top_p < 1, limit, _INFINITY))
     kept &= x >= _least(asked, highest, temperature)
-    token = tl.load(asked + _TOKEN) + steps
-    waits = _log_waits_of(_seed(asked), token, tl.load(asked + _SEQUENCE), ids)
+    token = tl.load(asked + R.token) + steps
+    waits = _log_waits_of(_seed(asked), token, tl.load(asked + R.sequence), ids)
     score = tl.where(kept, x * heat - waits, -_INFINITY)
     best = tl.max(score, 0)
     return tl.min(tl.where(kept & (score == best), ids, _NOBODY), 0)
@@ -344,7 +335,7 @@ def _draw_leading(asked, steps, x, ids, highest, there, rank):
 @triton.jit
 def _least(asked, highest, temperature):
     """The lowest logit that min-p keeps."""
-    min_p = tl.load(asked + _MIN_P).to(tl.float32, bitcast=True)
+    min_p = tl.load(asked + R.min_p).to(tl.float32, bitcast=True)
     cut = highest + temperature * _log(tl.maximum(min_p, 1e-37))
     return tl.where(min_p > 0, cut, -_INFINITY)
 
@@ -356,13 +347,13 @@ def _least(asked, highest, temperature):
 def _nucleus(logits, stride, index, rows, steps, ids, status, vocab, BLOCK: tl.constexpr):
     """Program (i): a token of row index[i], which has top-p, min-p or a large top-k."""
     row = tl.load(index + tl.program_id(0))
-    asked = rows + row * _WORDS
+    asked = rows + row * ROW_WORDS
     base = logits + row * stride
-    temperature = tl.load(asked + _TEMPERATURE).to(tl.float32, bitcast=True)
-    top_p = tl.load(asked + _TOP_P).to(tl.float32, bitcast=True)
-    top_k, heat = tl.load(asked + _TOP_K), 1.0 / temperature
-    seed, sequence = _seed(asked), tl.load(asked + _SEQUENCE)
-    token = tl.load(asked + _TOKEN) + steps
+    temperature = tl.load(asked + R.temperature).to(tl.float32, bitcast=True)
+    top_p = tl.load(asked + R.top_p).to(tl.float32, bitcast=True)
+    top_k, heat = tl.load(asked + R.top_k), 1.0 / temperature
+    seed, sequence = _seed(asked), tl.load(asked + R.sequence)
+    token = tl.load(asked + R.token) + steps
     tops, wrong = _group_tops(base, vocab, BLOCK)
     highest = tl.max(tops, 0)
     vocab = tl.where(wrong | (highest == -_INFINITY), 0, vocab)  # no token may win

@@ -80,7 +80,8 @@ def _sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
     if is_last:
-        total = tl.zeros((TILES.out, TILES.rows), total.dtype)
+        SHAPE: tl.constexpr = (TILES.out, TILES.rows)  # Triton 3.6 takes no fields in a shape
+        total = tl.zeros(SHAPE, total.dtype)
         for part in range(SPLIT):
             at = first + part * SIZE + within
             total += tl.load(at, mask=inside, other=0, cache_modifier=".cg")
@@ -194,7 +195,8 @@ def _channels_product(
     in_n, in_m = n < num_out, m < num_rows
     weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
     code_at = codes + m.to(tl.int64)[None, :] * size + i[:, None]
-    total = tl.zeros((TILES.out, TILES.rows), tl.int32 if IS_INT else tl.float32)
+    SHAPE: tl.constexpr = (TILES.out, TILES.rows)
+    total = tl.zeros(SHAPE, tl.int32 if IS_INT else tl.float32)
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, tl.cdiv(size, BLOCK_K))
     for chunk in range(first, last):
@@ -422,7 +424,8 @@ def _groups_product(
     x_at = x + m.to(tl.int64)[None, :] * size + j[:, None]
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, num_chunks)
-    total = tl.zeros((TILES.out, TILES.rows), tl.float32)
+    SHAPE: tl.constexpr = (TILES.out, TILES.rows)
+    total = tl.zeros(SHAPE, tl.float32)
     # Scales are loaded a chunk before their use, so nothing waits for them.
     following = _scales_of(scales, group_at + first * (_ROWS * GROUPS), GROUPS)
     for chunk in range(first, last):
@@ -432,7 +435,7 @@ def _groups_product(
         word = tl.load(code_at + chunk * (_ROWS * PLANE))
         for group in tl.static_range(GROUPS):
             zero = _zero_of(zeros, group_at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
-            part = tl.zeros((TILES.out, TILES.rows), tl.float32)
+            part = tl.zeros(SHAPE, tl.float32)
             for place in tl.static_range(group * PLACES // GROUPS, (group + 1) * PLACES // GROUPS):
                 column = (chunk * PLACES + place) * PLANE
                 if PACKING.even:
@@ -576,10 +579,7 @@ class TiledGroups:
         if rows == 0:
             return out
         if tiles is None and self.takes_one_row(x):
-            from onestem.ops.triton.one_row import one_row_product
-
-            one_row_product(x, self, bias, out, num_sms(x.device))
-            return out
+            return self._of_row(x, bias, out)
         if tiles is None:
             tiles = self.tiles(rows, num_sms(x.device))
             words = self.codes.shape[3] * self.codes.itemsize
@@ -618,10 +618,20 @@ class TiledGroups:
     def gated_row(self, x: Tensor, bias: Tensor | None, gate: Literal["silu", "gelu"]) -> Tensor:
         """gate(first half) * second half of what `product` gives for one row, rounded as it is:
         x `[1, size]`, contiguous -> `[1, num_out / 2]`. `gelu` is the approximation by tanh."""
+        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
+        return self._of_row(x, bias, out, gate)
+
+    def _of_row(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate: Literal["silu", "gelu"] | None = None,
+    ) -> Tensor:
         from onestem.ops.triton.one_row import one_row_product
 
-        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
-        one_row_product(x, self, bias, out, num_sms(x.device), gate)
+        factors = self.codes, self.scales, self.zeros, self.packing.zero
+        one_row_product(x, *factors, bias, out, num_sms(x.device), gate)
         return out
 
     def columns(self, tiles: Tiles | None = None) -> int:

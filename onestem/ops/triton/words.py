@@ -1,25 +1,31 @@
-"""Constants of the attention kernels: the words that `ops.work` packs (`W`), logarithms, and what
-a kernel is compiled for.
+"""Constants of kernels: words of the work list (`W`) and of sampled rows (`R`) by name, logarithms,
+and what the attention kernels are compiled for.
 
 Gluon's constants are Triton's, so both languages take them from here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import triton.language as tl
 
+from onestem.ops.sampling.rows import ROW
 from onestem.ops.work import lists
 
-__all__ = ["LN_2", "LOG2_E", "Form", "HopperForm", "W"]
+__all__ = ["LN_2", "LOG2_E", "Form", "HopperForm", "R", "ROW_WORDS", "W"]
 
 
-class _Words(tl.constexpr):
-    """Constants by their names in `ops.work.lists`. Compilers look into the value. It is a constant
-    itself since a cached kernel's key has these, and has no attributes of modules."""
+class _Names(tl.constexpr):
+    """Constants by their names. Compilers look into the value. It is a constant itself since a
+    cached kernel's key has these, and has no attributes of modules."""
+
+    def __init__(self, words: Mapping[str, int]) -> None:
+        constants = {name: tl.constexpr(word) for name, word in words.items()}
+        super().__init__(SimpleNamespace(**constants))
 
     def __getattr__(self, name: str) -> Any:
         if name == "value" or name.startswith("__"):
@@ -27,8 +33,9 @@ class _Words(tl.constexpr):
         return getattr(self.value, name)  # in the interpreter
 
 
-_INTS = {name: tl.constexpr(word) for name, word in vars(lists).items() if type(word) is int}
-W: tl.constexpr = _Words(SimpleNamespace(**_INTS))
+W: tl.constexpr = _Names({name: word for name, word in vars(lists).items() if type(word) is int})
+R: tl.constexpr = _Names(dict(zip(ROW.names or (), range(ROW.itemsize // 4), strict=True)))
+ROW_WORDS: tl.constexpr = tl.constexpr(ROW.itemsize // 4)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 

@@ -275,8 +275,9 @@ def query_rows(rows, record, first, COUNT: gl.constexpr, FORM: gl.constexpr, the
     across: gl.constexpr = FORM.block_d // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     j = (first + gl.arange(0, COUNT, gl.SliceLayout(1, layout))) // FORM.group  # [COUNT]
+    row_start = word(record, W.ROW_START)
     num_rows = gl.where(there, word(record, W.NUM_ROWS), 0)
-    return gl.load(rows + word(record, W.ROW_START) + j, mask=j < num_rows, other=-1)
+    return gl.load(rows + row_start + j, mask=j < num_rows, other=-1)
 
 
 @gluon.jit
