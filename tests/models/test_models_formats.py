@@ -422,6 +422,7 @@ def test_parts_of_different_kinds_are_products_of_their_own() -> None:
     assert layer.pieces(x) == (x,)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
 def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter: their rows' order, bias, and both ways."""
     weight, bias = _groups(48, 128, 32, order=True), _random((48,), 1).half()

@@ -87,9 +87,7 @@ def test_a_panic_over_a_text_is_that_lines_error(http, monkeypatch, error):
 def test_a_store_that_fails_for_a_while_ends_no_batch(server, http, monkeypatch, name):
     held = []
     real = getattr(server.service.store, name)
-    monkeypatch.setattr(
-        server.service.jobs, "_woken", lambda seconds: held.append(seconds) or now()
-    )
+    monkeypatch.setattr(server.service.jobs, "woken", lambda seconds: held.append(seconds) or now())
 
     async def now() -> None:
         pass
@@ -111,7 +109,7 @@ def test_a_full_disk_holds_a_batch_up_and_loses_nothing(server, http, monkeypatc
     async def woken(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(server.service.jobs, "_woken", woken)
+    monkeypatch.setattr(server.service.jobs, "woken", woken)
     fail_once(monkeypatch, "run_job", DiskFullError("output.jsonl: No space left on device"))
     batch = ended(http, create(http, lines(5))["id"])
     assert batch["status"] == "completed"
@@ -125,7 +123,7 @@ def test_a_full_disk_at_the_end_of_a_batch_loses_nothing(server, http, monkeypat
     async def woken(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(server.service.jobs, "_woken", woken)
+    monkeypatch.setattr(server.service.jobs, "woken", woken)
     fail_once(monkeypatch, "keep_output", OSError(errno.ENOSPC, "No space left on device"))
     batch = ended(http, create(http, lines(5))["id"])
     assert batch["status"] == "completed"

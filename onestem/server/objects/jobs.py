@@ -177,8 +177,12 @@ class Jobs:
             except BaseException as error:  # a full disk, say: no batch is to blame
                 pause = min(2 * pause + 0.5, LONGEST_PAUSE)
                 log.exception("jobs_wait", error, seconds=pause)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), pause)
+                await self.woken(pause)
+
+    async def woken(self, seconds: float) -> None:
+        """Wait until there is news, for at most some seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
 
     async def _turn(self, deaths: dict[str, int]) -> None:
         """Run the next batch, or wait for one."""
