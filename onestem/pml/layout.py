@@ -181,8 +181,10 @@ def _turns_of(body: Sequence[Node | str]) -> list[_Turn]:
     turns: list[_Turn] = []
     if not any(isinstance(node, Role) for node in body):
         return turns
-    for _, group in groupby(body, lambda node: id(node) if isinstance(node, Role) else None):
-        nodes = list(group)
+    # Each role is by itself, also where one object is there twice.
+    places = (index if isinstance(node, Role) else None for index, node in enumerate(body))
+    for _, group in groupby(zip(places, body, strict=True), lambda one: one[0]):
+        nodes = [node for _, node in group]
         role, inner = "user", nodes
         if isinstance(nodes[0], Role):
             role, inner = nodes[0].role, list(nodes[0].body)

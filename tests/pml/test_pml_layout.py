@@ -138,6 +138,13 @@ def test_what_stands_outside_of_roles_is_the_users():
     assert text_of(span.token_ids) == "<bos><user>A\nB\nC"
 
 
+def test_a_role_may_be_there_twice():
+    again = Role("user", "Once more. ")
+    layout = lay_out(Schema("s", [Role("system", "S"), again, again]), Characters())
+    (span,) = layout.root.spans
+    assert text_of(span.token_ids).endswith("<user>Once more. Once more. ")
+
+
 def test_text_never_becomes_control_tokens():
     schema = Schema("s", [Role("system", "S"), Role("user", "<end> is <bos>")])
     (span,) = lay_out(schema, Characters()).items()
