@@ -271,7 +271,7 @@ def _set_body(owner: object, name: str, allowed: tuple[type, ...]) -> None:
     merged: list[Node] = []
     for child in (given,) if isinstance(given, str) else given:
         node = Text(child) if isinstance(child, str) else child
-        if type(node) not in allowed:
+        if not any(isinstance(node, kind) for kind in allowed):
             kinds = ", ".join(kind.__name__.lower() for kind in allowed)
             raise PmlError(
                 f"{_describe(node)} stands in {name}, expected there: {kinds}",

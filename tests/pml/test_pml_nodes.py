@@ -113,6 +113,14 @@ def test_neighbouring_texts_are_one_and_empty_ones_none():
     )
 
 
+def test_nodes_may_be_of_classes_of_ones_own():
+    class Document(Module):
+        pass
+
+    schema = Schema("s", [Document("m", ["a"])])
+    assert schema.body == (Document("m", ["a"]),)
+
+
 def test_arguments_have_no_order():
     one = Import("m", {"b": "1", "a": "2"})
     assert one == Import("m", [Argument("a", "2"), Argument("b", "1")])
