@@ -192,7 +192,7 @@ class TrimPace:
         self._least = held
 
     def is_due(self, held: int) -> bool:
-        """Whether so many resident bytes are worth a try."""
+        """Whether a try is worth it, with this number of resident bytes."""
         due = held >= self._least + TRIM_BYTES
         if not due:
             self.seconds = TRIM_SECONDS
