@@ -97,6 +97,17 @@ def test_a_message_that_is_refused_is_not_kept(llm, capsys):
     assert conversation.stats() == "nothing was answered yet"
 
 
+@pytest.mark.parametrize("line", ["/reset now", "/bye then", "/stats x", "/help me"])
+def test_commands_ignore_no_text(llm, capsys, line):
+    conversation = Conversation(llm, PARAMS, None)
+    conversation.messages.append({"role": "user", "content": "kept"})
+    talk(conversation, iter([line, "/what"]))
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith(f"{line.split()[0]} takes no text")
+    assert told[1].startswith("there is no command /what")
+    assert conversation.messages == [{"role": "user", "content": "kept"}]
+
+
 def test_lines_of_the_input_are_messages(llm):
     arguments = ["chat", "embedded", "--max-tokens", "12", "--temperature", "0"]
     arguments += ["--kv-memory", "64MiB", "--dtype", "float32", "--system", "Be short."]

@@ -21,7 +21,7 @@ from typing import Any
 
 from onestem.llm import LLM
 from onestem.request import RequestOutput, SamplingParams
-from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.results import RESULTS, device_name, machine, write
 
 NAMES = (
     "Marie", "John", "Ahmed", "Yuki", "Olga", "Pedro", "Fatima", "Lars", "Chen", "Amara",
@@ -459,7 +459,7 @@ def main() -> None:
         show(name, results[name])
         report = {
             "command": f"python -m onestem_lab.structured MODELDIR --dtype {options.dtype}",
-            "machine": machine(),
+            "machine": machine() | {"device": device_name(llm.device)},
             "model": options.model.name,
             "results": results,
         }

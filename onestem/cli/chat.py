@@ -24,6 +24,7 @@ HELP = """/system TEXT  begin again with this system prompt; without TEXT show i
 /stats        what the last answer cost, and what was shared
 /bye          leave (Ctrl-D too); Ctrl-C ends an answer
 A line that ends in \\ goes on in the next."""
+LEAVE = ("/bye", "/exit", "/quit")
 
 
 @options.with_options
@@ -66,9 +67,11 @@ def talk(conversation: Conversation, lines: Iterator[str]) -> None:
 
     for line in lines:
         word, _, rest = line.partition(" ")
-        if word in ("/bye", "/exit", "/quit"):
+        if word in (*LEAVE, "/reset", "/stats", "/help") and rest.strip():
+            print(f"{word} takes no text, and nothing was done: give it alone", file=sys.stderr)
+        elif word in LEAVE:
             return
-        if word == "/system" and rest.strip():
+        elif word == "/system" and rest.strip():
             conversation.begin(rest.strip())
         elif word == "/system":
             print(conversation.system or "there is no system prompt", file=sys.stderr)

@@ -103,7 +103,13 @@ def _columns(rows: Iterable[tuple[str, str]]) -> None:
     listed = list(rows)
     width = max(len(name) for name, _ in listed)
     for name, rest in listed:
-        typer.echo(f"  {name:{width}}  {rest}")
+        typer.echo(_printed(f"  {name:{width}}  {rest}"))
+
+
+def _printed(line: str) -> str:
+    """A line in which control characters, and bytes of file names that are no UTF-8, are
+    escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def _errors(engine: EngineOptions, needs: Needs, original: Path | None) -> Iterator[FormatError]:
@@ -148,7 +154,7 @@ def _show(needs: Needs) -> None:
         or "none",
         "problem": needs.problem or "none",
     }.items():
-        typer.echo(f"{name}: {value}")
+        typer.echo(_printed(f"{name}: {value}"))
 
 
 def _size(num_bytes: int | None) -> str:

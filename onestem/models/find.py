@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from onestem import beside_vllm
+from onestem.checked import show
 from onestem.errors import ConfigError
 from onestem.models.gguf.file import is_gguf
 from onestem.models.local import find_local
@@ -45,7 +46,11 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if is_shape(name):
         return find_shape(name)
     path = Path(model)
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"model {show(name)} cannot be read: {error.strerror}") from None
+    if is_directory:
         if not (path / "config.json").exists() and (told := other_format(path)):
             raise ConfigError(f"model {name!r} has no config.json, but {told}")
         return path
@@ -65,7 +70,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 
     try:
         with native("it cannot be fetched", ConfigError):
-            return Path(
+            fetched = Path(
                 snapshot_download(
                     name,
                     allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
@@ -77,6 +82,12 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
         ) from error
+    if not (fetched / "config.json").exists():
+        raise ConfigError(
+            f"model {name!r} has no config.json on the hub: of GGUF files there fetch one (`hf "
+            f"download {name} FILE.gguf`), and give its path or its short name (`onestem models`)"
+        )
+    return fetched
 
 
 def other_format(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -49,12 +50,13 @@ def local_models() -> list[LocalModel]:
 
 
 def find_local(name: str) -> Path | None:
-    """The path of the model with a short name, in any case; None: there is none.
+    """The path of the model with a short name, in any case, which `:latest` may follow as in
+    Ollama's lists; None: there is none.
 
     Raises:
         ConfigError: several have it.
     """
-    named = [model for model in local_models() if model.name == name.lower()]
+    named = [model for model in local_models() if model.name == _plain(name)]
     if len(named) > 1:
         paths = ", ".join(str(model.path) for model in named)
         raise ConfigError(f"model {name!r} may be any of {paths}: give one of these paths")
@@ -69,9 +71,13 @@ def names_of(model: str, path: Path) -> tuple[str, ...]:
         model: as it was given.
         path: where it is.
     """
-    if str(path) != model and model.lower() in {one.name for one in local_models()}:
+    if str(path) != model and _plain(model) in {one.name for one in local_models()}:
         return (model, str(path))
     return (_short(path), model) if path.is_file() else (model,)
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(":latest")
 
 
 def _of_packages() -> Iterator[LocalModel]:
@@ -115,7 +121,7 @@ def _of_ollama() -> Iterator[LocalModel]:
         for manifest in sorted(_files(store / "manifests", "**/*")):
             digest = _layer(manifest)
             path = store / "blobs" / digest.replace(":", "-")
-            if digest and path.is_file():
+            if digest and _is_file(path):
                 name, tag = manifest.parent.name.lower(), manifest.name.lower()
                 name = name if tag == "latest" else f"{name}:{tag}"
                 yield LocalModel(name, path, "ollama", path.stat().st_size)
@@ -127,7 +133,7 @@ def _layer(manifest: Path) -> str:
         told: Any = json.loads(manifest.read_text())
         layers = told["layers"]
         return str(next(one["digest"] for one in layers if one["mediaType"] == MODEL_LAYER))
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
         return ""
 
 
@@ -142,15 +148,24 @@ def _of_files() -> Iterator[LocalModel]:
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
     """Files below a folder; none where it is not there or may not be read."""
     try:
-        yield from (path for path in folder.glob(pattern) if path.is_file())
+        yield from (path for path in folder.glob(pattern) if _is_file(path))
     except OSError:
         return
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is that of a file; False where that cannot be found out."""
+    try:
+        return path.is_file()
+    except OSError:  # such as a link to a name that is too long
+        return False
 
 
 def _of_file(path: Path, kept_by: str, name: str | None = None) -> LocalModel:
     name, parts = name or _short(path), [path]
     if FIRST_PART.search(path.stem):
-        parts = list(path.parent.glob(FIRST_PART.sub("-*", path.stem) + ".gguf"))
+        begin = FIRST_PART.sub("", path.stem)
+        parts = list(_files(path.parent, f"{glob.escape(begin)}-*.gguf"))
     return LocalModel(name, path, kept_by, sum(part.stat().st_size for part in parts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from pathlib import Path
@@ -22,6 +23,11 @@ from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
 __all__ = ["checked_config", "load_decoder", "random_decoder", "refuse_rounding_twice"]
+
+log = logging.getLogger(__name__)
+
+SMALL_MODEL = 1e9
+"""Parameters. What int4 costs was measured on a model far below it (lab/notes/models.md)."""
 
 
 def load_decoder(
@@ -54,6 +60,12 @@ def load_decoder(
         )
     refuse_rounding_twice(path, config, quantization)
     tensors = Tensors(with_own_head(path, config), ranks)
+    if quantization == "int4" and tensors.num_parameters < SMALL_MODEL and ranks.rank == 0:
+        log.warning(
+            "int4 costs small models many right answers: 111 of 201 of one with 135 million "
+            "parameters (this has %.0f million); int8 and fp8 cost few",
+            tensors.num_parameters / 1e6,
+        )
     source = open_checkpoint(path, tensors, dtype, target)
     products = target_of(tensors, dtype, target)
     return Builder(tensors, source, products, quantization).decoder()

@@ -511,11 +511,12 @@ def _plain(message: Message) -> JsonObject:
         content = "\n".join(part.text for part in content)
     plain: JsonObject = {"role": message.role, "content": content}
     plain |= message.model_dump(include=_PLAIN, exclude_none=True)
-    if not message.tool_calls:
-        plain.pop("tool_calls", None)
-    for call in plain.get("tool_calls", ()):
+    calls = plain.pop("tool_calls", ())
+    for call in calls:
         call.pop("index", None)
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    if calls:
+        plain["tool_calls"] = calls  # last: a template may write a message as it is
     return plain
 
 

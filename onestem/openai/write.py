@@ -88,13 +88,14 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
 def _choice(
     name: str, sequence: CompletionOutput, output: RequestOutput, form: ResponseFormat
 ) -> dict[str, Any]:
-    logprobs: dict[str, Any] | None
+    logprobs: dict[str, Any] | None = None
     if form.kind == "chat":
         logprobs = _chat_logprobs(sequence, form)
         said = message_of(name, sequence, form.tools)
     else:
-        offsets = _TextOffsets(form, output.prompt_token_ids)
-        logprobs = _completion_logprobs(sequence, form, offsets)
+        if form.logprobs is not None:  # else nobody asks where tokens begin
+            offsets = _TextOffsets(form, output.prompt_token_ids)
+            logprobs = _completion_logprobs(sequence, form, offsets)
         said = {"text": sequence.text}
     choice: dict[str, Any] = {
         "index": sequence.index,
@@ -248,7 +249,7 @@ def _completion_logprobs(
 ) -> dict[str, Any] | None:
     """OpenAI's four lists. Text offsets count characters from the start of the text that is given
     back; `offsets` has read what came before."""
-    if form.logprobs is None or sequence.logprobs is None:
+    if sequence.logprobs is None:
         return None
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

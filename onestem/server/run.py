@@ -28,13 +28,13 @@ from onestem.server.settings import Settings
 from onestem.server.startup import say_listening, say_loading
 from onestem.threads import resident_bytes
 
-__all__ = ["HttpServer", "bind", "serve"]
+__all__ = ["HttpServer", "TrimPace", "bind", "serve"]
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 
 # Where this process has grown by so much, the free parts of its heaps are given back.
-TRIM_SECONDS, TRIM_BYTES = 10, 64 << 20
+TRIM_SECONDS, LONGEST_TRIM_SECONDS, TRIM_BYTES = 10, 120, 64 << 20
 LAST_SECONDS = 5  # to write the errors of answers whose time is over
 
 
@@ -167,9 +167,39 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
 async def _trim() -> None:
     """Give back what large bodies and answers have left free in the heaps of this process. A look
     costs nothing; giving back holds up other threads for some milliseconds."""
-    least = resident_bytes(os.getpid())
-    while least is not None:
-        await asyncio.sleep(TRIM_SECONDS)
-        if (resident_bytes(os.getpid()) or 0) >= least + TRIM_BYTES:
+    held = resident_bytes(os.getpid())
+    pace = None if held is None else TrimPace(held)
+    while pace is not None:
+        await asyncio.sleep(pace.seconds)
+        if pace.is_due(resident_bytes(os.getpid()) or 0):
             await asyncio.to_thread(give_holes_back)
-            least = resident_bytes(os.getpid())
+            pace.note(resident_bytes(os.getpid()) or 0)
+
+
+class TrimPace:
+    """When to give memory back: where this process holds more than it once did. What stays was in
+    use, maybe by answers that are being written: it is tried again, less and less often.
+
+    Args:
+        held: resident bytes of the process now.
+
+    Attributes:
+        seconds: until the next look.
+    """
+
+    def __init__(self, held: int) -> None:
+        self.seconds = TRIM_SECONDS
+        self._least = held
+
+    def is_due(self, held: int) -> bool:
+        """Whether a try is worth it, with this number of resident bytes."""
+        due = held >= self._least + TRIM_BYTES
+        if not due:
+            self.seconds = TRIM_SECONDS
+        return due
+
+    def note(self, held: int) -> None:
+        """What is resident after a try."""
+        self._least = min(self._least, held)
+        more = held >= self._least + TRIM_BYTES
+        self.seconds = min(2 * self.seconds, LONGEST_TRIM_SECONDS) if more else TRIM_SECONDS

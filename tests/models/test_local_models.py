@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from onestem.cli.app import app
 from onestem.errors import ConfigError
 from onestem.models import local
 from onestem.models.local import find_local, local_models, names_of
@@ -92,3 +94,44 @@ def test_requests_may_give_the_short_name_or_the_path(home):
     assert names_of(str(file), file) == ("tiny-q4", str(file))
     assert names_of("owner/name", home) == ("owner/name",)
     assert names_of(str(home), home) == (str(home),)
+    assert names_of("Tiny-Q4:latest", file) == ("Tiny-Q4:latest", str(file))
+
+
+def test_names_may_end_in_latest_as_ollama_lists_them(home):
+    store = home / ".ollama" / "models"
+    ollama(store, "llama3.2", "latest", "sha256:aa")
+    file = make(store / "blobs" / "sha256-aa")
+    assert find_local("llama3.2:latest") == find_local("Llama3.2") == file
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "[" * 100_000,
+        json.dumps({"layers": [{"mediaType": local.MODEL_LAYER, "digest": "a" * 5000}]}),
+    ],
+    ids=["deep", "long"],
+)
+def test_odd_manifests_hide_no_other_model(home, manifest):
+    store = home / ".ollama" / "models"
+    make(store / "manifests" / "registry.ollama.ai" / "library" / "a" / "odd", manifest)
+    ollama(store, "good", "latest", "sha256:aa")
+    make(store / "blobs" / "sha256-aa")
+    assert [one.name for one in local_models()] == ["good"]
+
+
+def test_odd_links_hide_no_other_model(home):
+    cache = home / ".cache" / "llama.cpp"
+    make(cache / "z[1]-00001-of-00002.gguf", "1234")
+    (cache / "z[1]-00002-of-00002.gguf").symlink_to(cache / "gone")
+    (cache / "a.gguf").symlink_to("x" * 300)
+    (cache / "b.gguf").symlink_to("b.gguf")
+    assert [(one.name, one.num_bytes) for one in local_models()] == [("z[1]", 4)]
+
+
+def test_odd_names_are_listed_on_one_line(home):
+    make(home / "here" / "a\n\udcff.gguf")
+    done = CliRunner().invoke(app, ["models"])
+    assert done.exit_code == 0
+    (line,) = [line for line in done.stdout.splitlines() if "a\\n" in line]
+    assert line.startswith("  a\\n\\udcff ")

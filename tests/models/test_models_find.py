@@ -26,6 +26,18 @@ def test_a_file_is_told_for_what_it_is(tmp_path, name):
     assert FORMATS[name] in str(refused.value)
 
 
+def test_a_name_that_cannot_be_a_file_is_told():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        find_model("x" * 300)
+
+
+def test_a_repository_of_gguf_files_says_how_to_give_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    (tmp_path / "README.md").touch()
+    with pytest.raises(ConfigError, match=r"has no config\.json on the hub: .*o/a-GGUF FILE\.gguf"):
+        find_model("o/a-GGUF")
+
+
 def test_a_gguf_file_is_a_model(tmp_path):
     """By its name, or by its first bytes."""
     for name in ("model-q4.gguf", "sha256-abc"):

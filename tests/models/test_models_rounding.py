@@ -25,6 +25,14 @@ def embedded(form: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_decoder(find_model("embedded"), dtype=dtype, device="cpu", quantization=form)
 
 
+@pytest.mark.parametrize(("form", "told"), [("fp8", 0), ("int8", 0), ("int4", 1)])
+def test_a_format_that_costs_small_models_much_says_so(
+    form: str, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedded(form)
+    assert sum("costs small models" in one.message for one in caplog.records) == told
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 def test_a_row_alone_has_the_bits_that_it_has_among_others(form: str, dtype: torch.dtype) -> None:

@@ -34,6 +34,26 @@ def test_a_token_is_written_as_its_piece(kind, ids, usage):
         assert one.token(token, text) == other.events({(0, 0): piece})
 
 
+def test_a_prompt_is_read_only_where_offsets_are_asked_for():
+    class Unread(list):
+        def __reversed__(self):
+            raise AssertionError("nobody has asked where tokens begin")
+
+    form = ResponseFormat(
+        kind="completion", model="m", logprobs=None, return_token_ids=False, token_bytes=None
+    )
+    answer = CompletionOutput(index=0, text="a", token_ids=[1])
+    output = RequestOutput(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=Unread([5, 6]),
+        outputs=[answer],
+        finished=True,
+    )
+    (choice,) = answer_body("r", output, form)["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("a", None)
+
+
 @pytest.mark.parametrize(
     ("spelled", "offsets"),
     [

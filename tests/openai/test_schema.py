@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -115,6 +116,29 @@ def test_json_inside_texts_is_bounded_too() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
     (prompt,) = read_body("chat", {"messages": messages}).prompts
     assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == nested
+
+
+def test_templates_read_a_message_in_one_order() -> None:
+    """Some write it as JSON, so its prompt depends on the order of its fields."""
+    call = {"index": 0, "function": {"name": "f", "arguments": "{}"}, "id": "a"}
+    asked = {"tool_calls": [call], "reasoning_content": "r", "role": "assistant"}
+    answered = {"content": "2", "tool_call_id": "a", "name": "f", "role": "tool"}
+    first = {"content": "b", "tool_calls": [], "role": "assistant"}
+    messages = [{"role": "user", "content": "a"}, first, asked, answered]
+    (prompt,) = read_body("chat", {"messages": messages}).prompts
+    plain = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert json.dumps(prompt.messages[1:]) == json.dumps(
+        [
+            {"role": "assistant", "content": "b"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "r",
+                "tool_calls": [plain],
+            },
+            {"role": "tool", "content": "2", "name": "f", "tool_call_id": "a"},
+        ]
+    )
 
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1, "a": 2}'])

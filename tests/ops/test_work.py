@@ -412,7 +412,7 @@ def test_prepared_plans_of_one_implementation_keep_the_choice(monkeypatch):
         return dataclasses.replace(make_work(*args, **more), choice=Choice(6, 6 * 72, True))
 
     monkeypatch.setattr("onestem.ops.triton.launch.make_work", listed)
-    monkeypatch.setattr(Kernels, "launch", lambda *_: None)
+    monkeypatch.setattr(Kernels, "launch", lambda *_, **__: None)
     impl = TritonAttention()
     for _ in range(20):
         impl.prepare(plan).attend(q, k, v)

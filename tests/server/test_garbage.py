@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from onestem.garbage import OLD_PASSES, PASSES, collecting_less
+from onestem.server.run import TrimPace
 
 
 def test_what_is_there_is_left_alone_until_the_end():
@@ -169,3 +170,19 @@ def test_holes_between_blocks_are_given_back():
     kept, left = map(int, done.stdout.split())
     assert kept > 100 << 20
     assert left < 16 << 20
+
+
+def test_memory_that_was_in_use_is_given_back_later():
+    pace = TrimPace(500 << 20)
+    assert not pace.is_due(560 << 20)
+    assert pace.is_due(1000 << 20)  # a large answer is being written
+    pace.note(900 << 20)
+    waits = [pace.seconds]
+    for _ in range(5):
+        assert pace.is_due(900 << 20)  # it does not grow: it may be free by now
+        pace.note(900 << 20)
+        waits.append(pace.seconds)
+    assert waits == [20, 40, 80, 120, 120, 120]
+    pace.note(520 << 20)
+    assert pace.seconds == 10
+    assert not pace.is_due(563 << 20)

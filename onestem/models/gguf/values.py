@@ -31,7 +31,8 @@ def values_of(raw: RawTensor, dtype: torch.dtype) -> Tensor:
     rows = out.view(raw.num_rows, raw.shape[-1])
 
     def turn(span: tuple[int, int]) -> None:
-        rows[slice(*span)] = _numbers(raw, *span)
+        with torch.inference_mode(out.is_inference()):  # a thread does not have its caller's mode
+            rows[slice(*span)] = _numbers(raw, *span)
 
     spans = list(_spans(raw))
     if len(spans) == 1:
