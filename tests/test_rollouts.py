@@ -13,7 +13,7 @@ import torch
 from onestem import LLM, SamplingParams
 from onestem.errors import ConfigError, RequestError, UnsupportedError, WeightsError
 from onestem.models import sizes
-from onestem.models.linear import Layout, held_tensors
+from onestem.models.linear import Layout
 from tests.engine.harness import TOLERANCE, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.changed import changed_model, tensors_of
@@ -359,7 +359,7 @@ def test_sleep_frees_memory_and_answers_stay_the_same(model, level, layout, monk
         pages = llm.engine.launcher.runner.pages
         assert all(t.untyped_storage().nbytes() == 0 for pair in pages for t in pair)
         if level == 2:
-            held = [t for t in held_tensors(llm.decoder) if not t.is_mkldnn]
+            held = [t for t in llm.decoder.tensors if not t.is_mkldnn]
             assert all(t.untyped_storage().nbytes() == 0 for t in held)
         for _ in range(2):
             with pytest.raises(RequestError, match=rf"asleep \(level {level}: weights and kv_cac"):
