@@ -129,10 +129,10 @@ def serve(options: argparse.Namespace) -> None:
         name, turn = json.loads(line)
         groups, each, shared, own, tokens, temperature = WORKS[name]
         draw = np.random.default_rng([turn, list(WORKS).index(name)])
-        prompts, n = [], each if own == 0 else 1
+        prompts, n, most = [], each if own == 0 else 1, min(30_000, llm.config.vocab_size)
         for _ in range(groups):
-            prefix = draw.integers(3, 30000, shared).tolist()
-            prompts += [prefix + draw.integers(3, 30000, own).tolist() for _ in range(each // n)]
+            prefix = draw.integers(3, most, shared).tolist()
+            prompts += [prefix + draw.integers(3, most, own).tolist() for _ in range(each // n)]
         params = SamplingParams(
             n=n, max_tokens=tokens, temperature=temperature, seed=turn, ignore_eos=True
         )
