@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from onestem.errors import ConfigError
+from onestem.options import EMBEDDED
+from onestem.shapes import is_shape
 
 __all__ = ["LocalModel", "find_local", "local_models", "names_of"]
 
@@ -71,9 +73,10 @@ def names_of(model: str, path: Path) -> tuple[str, ...]:
         model: as it was given.
         path: where it is.
     """
-    if str(path) != model and _plain(model) in {one.name for one in local_models()}:
-        return (model, str(path))
-    return (_short(path), model) if path.is_file() else (model,)
+    if Path(model).exists():
+        return (_short(path), model) if path.is_file() else (model,)
+    is_short = "/" not in model and model != EMBEDDED and not is_shape(model)
+    return (model, str(path)) if is_short else (model,)
 
 
 def _plain(name: str) -> str:

@@ -92,7 +92,8 @@ def test_requests_may_give_the_short_name_or_the_path(home):
     assert names_of("tiny-q4", file) == ("tiny-q4", str(file))
     assert names_of("Tiny-Q4.gguf", file) == ("tiny-q4", "Tiny-Q4.gguf")
     assert names_of(str(file), file) == ("tiny-q4", str(file))
-    assert names_of("owner/name", home) == ("owner/name",)
+    for name in ("owner/name", "embedded", "shape:0.1b"):
+        assert names_of(name, home) == (name,)
     assert names_of(str(home), home) == (str(home),)
     assert names_of("Tiny-Q4:latest", file) == ("Tiny-Q4:latest", str(file))
 
