@@ -179,7 +179,9 @@ async def ask_of_a_server_that_ends() -> list[str]:
 MIB = 1 << 20
 
 
-def looks_of(engine: list[int], pids: list[int] | None = None, kv: float = 0.0) -> list[dict]:
+def looks_of(
+    engine: list[int], pids: list[int] | None = None, kv: float = 0.0, grammars: int = 0
+) -> list[dict]:
     return [
         {
             "at": 60.0 * i,
@@ -189,22 +191,24 @@ def looks_of(engine: list[int], pids: list[int] | None = None, kv: float = 0.0) 
             "engine_rss": rss * MIB,
             "children_rss": (i % 3) * 100 * MIB,
             "kv_taken": kv * i / len(engine),
+            "grammar_bytes": grammars * i * MIB,
         }
         for i, rss in enumerate(engine)
     ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "kv", "flat"),
+    ("engine", "kv", "grammars", "flat"),
     [
-        ([500, 800, 900, 950, 960, 960, 970, 970], 0.0, True),
-        ([1000 + 40 * i for i in range(8)], 0.0, False),
-        # All of that is KV memory.
-        ([1000 + 40 * i for i in range(8)], 1.0, True),
+        ([500, 800, 900, 950, 960, 960, 970, 970], 0.0, 0, True),
+        ([1000 + 40 * i for i in range(8)], 0.0, 0, False),
+        # All of that is KV memory, or grammars.
+        ([1000 + 40 * i for i in range(8)], 1.0, 0, True),
+        ([1000 + 40 * i for i in range(8)], 0.0, 40, True),
     ],
 )
-def test_growth(engine, kv, flat):
-    found = growth(looks_of(engine, kv=kv), 320 * MIB, 60.0)
+def test_growth(engine, kv, grammars, flat):
+    found = growth(looks_of(engine, kv=kv, grammars=grammars), 320 * MIB, 60.0)
     assert found["engine"]["flat"] is flat
     assert found["server"]["flat"] is found["children"]["flat"] is True
     assert is_flat(found) is flat

@@ -56,6 +56,7 @@ def test_metrics_by_application(server, monkeypatch):
         before = metrics(http)
         used = [complete(http, prompt="a", prefix="support")["usage"] for _ in range(3)]
         complete(http, prompt="something else")
+        complete(http, prompt="of a grammar", guided_choice=["yes", "no"], ignore_eos=False)
         assert http.post("/v1/completions", json={"prompt": 3}).status_code == 400
         monkeypatch.setattr(snapshots, "FRESH_SECONDS", 0.0)  # asked for at most twice a second
         after = metrics(http)
@@ -64,7 +65,8 @@ def test_metrics_by_application(server, monkeypatch):
         return after[name, label] - before.get((name, label), 0)
 
     assert grown("onestem_requests_total", "support") == 3
-    assert grown("onestem_requests_total") == 1
+    assert grown("onestem_requests_total") == 2
+    assert grown("onestem_grammar_bytes") > 0
     assert grown("onestem_time_to_first_token_seconds_count", "support") == 3
     assert grown("onestem_time_per_output_token_seconds_count", "support") == 3
     assert grown("onestem_output_tokens_total", "support") == 12

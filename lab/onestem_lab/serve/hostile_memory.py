@@ -87,11 +87,13 @@ def memory_of(engine: int) -> Json:
 def growth(looks: Sequence[Mapping[str, Any]], kv_bytes: int, least_seconds: float) -> Json:
     """How each process has grown in its longest life, between two ends of it.
 
-    KV memory is taken from an engine's: it grows as pages are touched for the first time, which
-    are at least as many as were ever taken at once.
+    What has a bound of its own is taken from an engine's memory, each at its most so far: KV
+    memory, whose pages come as they are touched for the first time, and compiled grammars, whose
+    memory stays in the heap when they are forgotten.
 
     Args:
-        looks: each with `at` (seconds), what `memory_of` says, and `kv_taken` (0 to 1).
+        looks: each with `at` (seconds), what `memory_of` says, `kv_taken` (0 to 1) and
+            `grammar_bytes`.
         kv_bytes: of all pages.
         least_seconds: a shorter life is not judged: until all code has run once, a process grows.
 
@@ -108,8 +110,12 @@ def _growth(
     life = _longest_life(looks, "server_pid" if name == "server" else "engine_pid")
     bytes_of = [int(look[f"{name}_rss"]) for look in life]
     if name == "engine":
-        touched = itertools.accumulate((look["kv_taken"] for look in life), max)
-        bytes_of = [own - int(part * kv_bytes) for own, part in zip(bytes_of, touched, strict=True)]
+        for bounded in (
+            [look["kv_taken"] * kv_bytes for look in life],
+            [look["grammar_bytes"] for look in life],
+        ):
+            most = itertools.accumulate(bounded, max)
+            bytes_of = [rest - int(part) for rest, part in zip(bytes_of, most, strict=True)]
     seconds = life[-1]["at"] - life[0]["at"]
     if len(life) < 4:
         return {"seconds": seconds, "peak": max(bytes_of), "flat": None}

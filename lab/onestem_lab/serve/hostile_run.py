@@ -321,6 +321,7 @@ class Supervision:
                 "at": round(time.monotonic() - self.began, 1),
                 **memory_of(self.engines[-1]),
                 "kv_taken": round(1 - kv["free_tokens"] / max(kv["total_tokens"], 1), 4),
+                "grammar_bytes": now["grammar_bytes"],
                 "running": now["queue"]["running"],
                 "waiting": now["queue"]["waiting"],
                 "num_preempted": now["totals"]["num_preempted"],

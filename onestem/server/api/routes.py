@@ -291,5 +291,5 @@ async def version() -> Json:
 async def metrics(service: Operates) -> Response:
     """Counts and times in Prometheus' text format."""
     snapshot = await service.snapshots.get()
-    text = service.records.metrics.text(snapshot.get("pages", {}))
+    text = service.records.metrics.text(snapshot)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -31,9 +31,10 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
     all.
     `pages` by owner: a page that several hold is counted for the first of prefix, interactive, job,
     cached. `holders` have {owner, name, pages}, where the name is the prefix's, or the id of a
-    request that reads it.
+    request that reads it. `grammar_bytes`: compiled grammars that are kept.
     """
     pool = engine.cache.pool
+    grammars = engine.requests.grammars
     readers, holder_of = _readers(engine)
     pinned = engine.requests.pins.runs
     holder_of |= {run: ("prefix", name) for run, name in pinned.items()}
@@ -57,6 +58,7 @@ def snapshot_of(engine: Engine) -> dict[str, Any]:
             for (owner, name), count in holders.items()
         ],
         "prefixes": [dataclasses.asdict(info) for info in engine.requests.prefixes()],
+        "grammar_bytes": 0 if grammars is None else grammars.kept.num_bytes,
         "num_runs": len(tree),
         "runs": [
             {

@@ -35,6 +35,7 @@ async def state_of(service: Service, history_after: float = 0.0) -> dict[str, An
             "job_step_seconds": client.job_step_seconds,
         },
         "kv": _memory(service, snapshot),
+        "grammar_bytes": snapshot.get("grammar_bytes", 0),
         "runs": [_run(service, run) for run in runs],
         "runs_left_out": snapshot.get("num_runs", 0) - len(runs),
         "queue": _queue(service),

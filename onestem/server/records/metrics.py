@@ -42,7 +42,7 @@ class _EngineCollector(Collector):
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.pages: Mapping[str, Any] = {}
+        self.snapshot: Mapping[str, Any] = {}
 
     def collect(self) -> Iterator[Metric]:
         client = self._client
@@ -67,6 +67,12 @@ class _EngineCollector(Collector):
         if facts is not None:
             size = facts.kv_tokens * facts.kv_bytes_per_token
             yield GaugeMetricFamily("onestem_kv_bytes", "KV memory, used or not.", size)
+        if "grammar_bytes" in self.snapshot:
+            yield GaugeMetricFamily(
+                "onestem_grammar_bytes",
+                "Compiled grammars that the engine keeps.",
+                self.snapshot["grammar_bytes"],
+            )
         resident = GaugeMetricFamily(
             "onestem_resident_bytes", "Memory that a process has in use.", labels=["process"]
         )
@@ -78,10 +84,10 @@ class _EngineCollector(Collector):
 
     def _memory(self) -> Iterator[Metric]:
         usage = GaugeMetricFamily("onestem_kv_tokens", "KV memory in tokens.", labels=["state"])
-        size = self.pages.get("size", 0)
+        pages = self.snapshot.get("pages", {})
         for state in ("free", "held", "cached", "prefix", "interactive", "job"):
-            if state in self.pages:
-                usage.add_metric([state], size * self.pages[state])
+            if state in pages:
+                usage.add_metric([state], pages["size"] * pages[state])
         yield usage
 
 
@@ -143,7 +149,7 @@ class Metrics:
         """Count an answer that was an error, by its HTTP status."""
         self._errors.labels(str(status)).inc()
 
-    def text(self, pages: Mapping[str, Any]) -> bytes:
-        """All metrics as text; `pages`: those of the engine's snapshot, or empty."""
-        self._engine.pages = pages
+    def text(self, snapshot: Mapping[str, Any]) -> bytes:
+        """All metrics as text; `snapshot`: the engine's, or empty."""
+        self._engine.snapshot = snapshot
         return generate_latest(self._registry)
