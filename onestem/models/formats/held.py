@@ -8,9 +8,9 @@ bits are rounded to a format when they are loaded, each to the nearest code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from onestem.options import Quantize
 __all__ = [
     "Channels",
     "Groups",
+    "Levels",
+    "OfGroups",
     "Weight",
     "dense",
     "joined",
@@ -64,30 +66,100 @@ class Channels:
 
 
 @dataclass(frozen=True, eq=False)
+class Levels:
+    """A number for each group, in two levels: `parts[o, g] * supers[o, g // each]`, which is exact
+    in float32 (llama.cpp's K formats).
+
+    Attributes:
+        parts: uint8 or int8 `[out_features, num_groups]`.
+        supers: float16 or float32 `[out_features, num_groups / each]`.
+        each: groups of a super-block.
+    """
+
+    parts: Tensor
+    supers: Tensor
+    each: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out_features, num_groups]`."""
+        return self.parts.shape
+
+    def float(self) -> Tensor:
+        """float32 `[out_features, num_groups]`."""
+        return self.parts.float() * self.supers.float().repeat_interleave(self.each, dim=1)
+
+    def rows(self, at: Tensor) -> Levels:
+        """The rows `at` (int64)."""
+        return replace(self, parts=self.parts[at], supers=self.supers[at])
+
+    def columns(self, at: Tensor) -> Levels:
+        """The groups `at` (int64)."""
+        supers, each = at // self.each, self.each
+        starts = torch.arange(0, len(at), each, device=at.device)
+        if len(at) % each or not torch.equal(supers[starts].repeat_interleave(each), supers):
+            each, starts = 1, torch.arange(len(at), device=at.device)
+        return Levels(self.parts[:, at], self.supers[:, supers[starts]], each)
+
+    @staticmethod
+    def joined(parts: Sequence[Levels]) -> Levels:
+        """Those of several weights of the same groups, one after the other."""
+        return replace(
+            parts[0],
+            parts=torch.cat([part.parts for part in parts]),
+            supers=torch.cat([part.supers for part in parts]),
+        )
+
+
+# A number for each row and group of columns, [out_features, num_groups].
+OfGroups: TypeAlias = Tensor | Levels
+
+
+@dataclass(frozen=True, eq=False)
 class Groups:
-    """`weight[o, i] = (codes[o, i] - zeros[o, g]) * scales[o, g]` with `g = i // group`.
+    """`weight[o, i] = value * scales[o, g] + minimums[o, g]` with `g = i // group`, where the value
+    is `codes[o, i] - zeros[o, g]`, or `table[codes[o, i]]`.
 
     Attributes:
         codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, columns]`.
-        scales: float32 `[out_features, num_groups]`.
-        zeros: int16 `[out_features, num_groups]`; None: all 0 (float8).
+        scales: float32 or float16 `[out_features, num_groups]`, or in two levels.
+        zeros: int16 `[out_features, num_groups]`; None: all 0 (float8, and where there are
+            minimums or a table).
         group: columns that share a scale; the last group may be shorter.
         bits: of a code.
         order: int64 `[columns]`: column i is for input `order[i]`; None: for input i. More columns
             than inputs are possible: the extra ones have weight 0.
+        minimums: as scales; None: all 0.
+        table: whole numbers from -127 to 127, one for each code (MXFP4); None: codes are numbers.
     """
 
     codes: Tensor
-    scales: Tensor
+    scales: OfGroups
     zeros: Tensor | None
     group: int
     bits: int = 8
     order: Tensor | None = None
+    minimums: OfGroups | None = None
+    table: tuple[int, ...] | None = None
 
     def rows(self, at: Tensor) -> Groups:
         """The rows `at` (int64)."""
-        zeros = None if self.zeros is None else self.zeros[at]
-        return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
+        return replace(self, codes=self.codes[at], **self._of_groups(lambda one: ordered(one, at)))
+
+    def columns(self, at: Tensor) -> dict[str, Any]:
+        """Scales, zero points and minimums of the groups `at` (int64), by the fields' names."""
+        return self._of_groups(
+            lambda one: one.columns(at) if isinstance(one, Levels) else one[:, at]
+        )
+
+    def _of_groups(self, change: Callable[[Any], Any]) -> dict[str, Any]:
+        named = {"scales": self.scales, "zeros": self.zeros, "minimums": self.minimums}
+        return {name: None if one is None else change(one) for name, one in named.items()}
+
+    @property
+    def has_whole_zeros(self) -> bool:
+        """Whether all is as in checkpoints of GPTQ and AWQ: one level, zero points, no table."""
+        return self.table is self.minimums is None and isinstance(self.scales, Tensor)
 
     @property
     def in_features(self) -> int:
@@ -96,10 +168,16 @@ class Groups:
 
     def dense(self) -> Tensor:
         """float32 `[out_features, in_features]`, columns in the order of inputs."""
-        weight = self.codes.float()
+        if self.table is None:
+            weight = self.codes.float()
+        else:
+            table = torch.tensor(self.table, dtype=torch.float32, device=self.codes.device)
+            weight = table[self.codes.int()]
         if self.zeros is not None:
             weight -= self._by_column(self.zeros.float())
-        weight *= self._by_column(self.scales)
+        weight *= self._by_column(self.scales.float())
+        if self.minimums is not None:
+            weight += self._by_column(self.minimums.float())
         if self.order is None:
             return weight
         inputs = weight.new_zeros(len(weight), self.in_features)
@@ -118,8 +196,8 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight if isinstance(weight, Tensor) else weight.dense()).to(dtype)
 
 
-def ordered(weight: Weight, at: Tensor) -> Weight:
-    """The weight's rows `at` (int64)."""
+def ordered(weight: Any, at: Tensor) -> Any:
+    """The rows `at` (int64) of a `Weight`, or of numbers of its groups."""
     return weight[at] if isinstance(weight, Tensor) else weight.rows(at)
 
 
@@ -135,8 +213,7 @@ def of_columns(weight: Groups, span: Span, size: int) -> Groups:
     else:
         group = math.gcd(start, stop, whole)
     at = torch.arange(start, stop, group, device=weight.codes.device) // whole
-    zeros = None if weight.zeros is None else weight.zeros[:, at]
-    return replace(weight, scales=weight.scales[:, at], zeros=zeros, group=group)
+    return replace(weight, group=group, **weight.columns(at))
 
 
 def joined(parts: Sequence[Weight]) -> Weight | None:
@@ -151,23 +228,40 @@ def joined(parts: Sequence[Weight]) -> Weight | None:
         return Channels(codes, torch.cat([part.scales for part in channels]))
     groups = [part for part in parts if isinstance(part, Groups)]
     if len(groups) == len(parts) and all(_alike(groups[0], part) for part in groups):
-        zeros = [part.zeros for part in groups if part.zeros is not None]
-        return replace(
-            groups[0],
-            codes=torch.cat([part.codes for part in groups]),
-            scales=torch.cat([part.scales for part in groups]),
-            zeros=torch.cat(zeros) if zeros else None,
-        )
+        named = {
+            name: _joined_numbers([getattr(part, name) for part in groups])
+            for name in ("scales", "zeros", "minimums")
+        }
+        return replace(groups[0], codes=torch.cat([part.codes for part in groups]), **named)
     return None
 
 
+def _joined_numbers(parts: Sequence[Any]) -> Any:
+    if parts[0] is None:
+        return None
+    return Levels.joined(parts) if isinstance(parts[0], Levels) else torch.cat(list(parts))
+
+
 def _alike(one: Groups, other: Groups) -> bool:
-    kinds = [(part.group, part.bits, part.codes.dtype) for part in (one, other)]
-    if kinds[0] != kinds[1]:
+    if _shape(one) != _shape(other):
         return False
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)
+
+
+def _shape(weight: Groups) -> tuple[Any, ...]:
+    """What weights have in common that can be joined by rows."""
+    return (
+        weight.group, weight.bits, weight.codes.dtype, weight.table,
+        *map(_layout, (weight.scales, weight.zeros, weight.minimums)),
+    )  # fmt: skip
+
+
+def _layout(numbers: OfGroups | None) -> Any:
+    if isinstance(numbers, Levels):
+        return numbers.parts.dtype, numbers.supers.dtype, numbers.each
+    return None if numbers is None else numbers.dtype
 
 
 def rounded_weight(weight: Tensor, form: Quantize, ranks: Ranks = ALONE) -> Weight:

@@ -258,7 +258,7 @@ class GpuGroups(_Quantized):
         self.order = weight.order
         self.most = GROUPS_ROWS
         self.packed = TiledGroups.of(
-            weight.codes, weight.scales, weight.zeros, weight.group, weight.bits
+            weight.codes, weight.scales.float(), weight.zeros, weight.group, weight.bits
         )
         self.scratch_bytes = 2 * weight.codes.numel()
 
@@ -269,7 +269,8 @@ class GpuGroups(_Quantized):
             return False
         from onestem.ops.triton.tiled import TiledGroups
 
-        return TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
+        takes = TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
+        return takes and weight.has_whole_zeros
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self._ordered(x)
@@ -300,7 +301,8 @@ class CpuProduct(_Quantized):
         else:
             assert weight.zeros is not None
             self.order = weight.order
-            self.packed = CpuCodes.of4(weight.codes, weight.scales, weight.zeros, weight.group)
+            scales = weight.scales.float()
+            self.packed = CpuCodes.of4(weight.codes, scales, weight.zeros, weight.group)
         self.bias = None if bias is None else bias.float()
 
     @staticmethod
@@ -312,7 +314,7 @@ class CpuProduct(_Quantized):
         if isinstance(weight, Channels):
             return codes.dtype == torch.int8 and CpuCodes.takes8(codes.shape[1])
         # Rows of float32 would lose half of their bits.
-        halves = target.dtype != torch.float32
+        halves = target.dtype != torch.float32 and weight.has_whole_zeros
         return halves and weight.bits == 4 and CpuCodes.takes4(codes.shape[1], weight.group)
 
     def __call__(self, x: Tensor) -> Tensor:
