@@ -15,6 +15,7 @@ from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from onestem.models.format_errors import FormatError
+    from onestem.models.local import LocalModel
     from onestem.needs import Needs
 
 __all__ = ["models"]
@@ -109,7 +110,12 @@ def _list(as_json: bool) -> None:
     _columns(known.items())
     if here:
         typer.echo("\nOn this machine (`onestem chat NAME`):")
-        _columns((one.name, f"{_size(one.num_bytes)}, {one.kept_by}: {one.path}") for one in here)
+        _columns((one.name, _told(one)) for one in here)
+
+
+def _told(one: LocalModel) -> str:
+    lacks = f"; lacks {', '.join(one.lacks)}" if one.lacks else ""
+    return f"{_size(one.num_bytes)}, {one.kept_by}: {one.path}{lacks}"
 
 
 def _columns(rows: Iterable[tuple[str, str]]) -> None:
