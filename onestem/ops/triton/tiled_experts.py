@@ -201,26 +201,40 @@ def _down_kernel(
 
 
 class Coded(Protocol):
-    """An expert's weight `[rows, columns]` in codes, of gate and up with gate first: see
-    `TiledGroups.of`, and `Groups` of `onestem.models.formats.held`."""
+    """An expert's weight in codes, as `Groups` of `onestem.models.formats.held`; of gate and up,
+    gate first."""
 
     @property
-    def codes(self) -> Tensor: ...
+    def codes(self) -> Tensor:
+        """`[rows, columns]`; this and the others: see `TiledGroups.of`."""
+
     @property
-    def scales(self) -> Numbers: ...
+    def scales(self) -> Numbers:
+        """`[rows, groups]`."""
+
     @property
-    def zeros(self) -> Tensor | None: ...
+    def zeros(self) -> Tensor | None:
+        """`[rows, groups]`."""
+
     @property
-    def minimums(self) -> Numbers | None: ...
+    def minimums(self) -> Numbers | None:
+        """`[rows, groups]`."""
+
     @property
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """Columns of a group."""
+
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Of a code."""
+
     @property
-    def table(self) -> tuple[int, ...] | None: ...
+    def table(self) -> tuple[int, ...] | None:
+        """What codes stand for."""
+
     @property
     def order(self) -> Tensor | None:
-        """The input of each column; None: they are in order."""
+        """int64 `[columns]`: the input of each column; None: they are in order."""
 
     def rows(self, at: Tensor) -> Coded:
         """The rows `at` (int64)."""
