@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from onestem.models.description import Experts
-from onestem.models.formats.experts import MXFP4_TABLE, of_mxfp4
+from onestem.models.formats.experts import of_mxfp4
 from onestem.models.formats.held import Groups, Levels
 from onestem.models.mlp import route as route_in_torch
-from onestem.ops.experts import MAX_POWER, GroupedWeight
+from onestem.ops.experts import E2M1, MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
 from onestem.ops.triton.experts import GroupedExperts, route, sort_rows
 from onestem.ops.triton.tiled import Tiles
@@ -161,7 +161,7 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
 def test_scales_of_mxfp4_from_the_least_to_the_largest() -> None:
     # Gate and up are the row itself: 1 is 2 (of exponent 1) times a scale of 1/2.
     codes = 4 * torch.eye(32, dtype=torch.uint8, device=DEVICE).repeat(2, 1)
-    up = Groups(codes, torch.full((64, 1), 0.25, device=DEVICE), None, 32, 4, table=MXFP4_TABLE)
+    up = Groups(codes, torch.full((64, 1), 0.25, device=DEVICE), None, 32, 4, table=E2M1)
     assert torch.equal(up.dense(), torch.eye(32, device=DEVICE).repeat(2, 1))
     powers = torch.tensor([[0], [1], [64], [MAX_POWER]], device=DEVICE)
     scales = torch.ldexp(torch.ones(4, 1, device=DEVICE), powers - 128)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.experts import MX_BLOCK
+from onestem.ops.experts import E2M1, MX_BLOCK
 from onestem.ops.triton.experts import (
     bias_of,
     choose_tiles,
@@ -29,7 +29,7 @@ from onestem.ops.triton.experts import (
     tile_grid,
 )
 from onestem.ops.triton.tiled import Packing, Tiles, fitting, in_blocks, in_words
-from onestem.ops.triton.tiled_groups import E2M1, Numbers, TiledGroups, sums_of
+from onestem.ops.triton.tiled_groups import Numbers, TiledGroups, sums_of
 
 __all__ = ["Coded", "TiledExperts"]
 

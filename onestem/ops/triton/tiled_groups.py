@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onestem.ops.experts import E2M1
 from onestem.ops.triton.tiled import (
     Packing,
     Tiles,
@@ -37,7 +38,7 @@ from onestem.ops.triton.tiled import (
     tile_of,
 )
 
-__all__ = ["E2M1", "Numbers", "TiledGroups", "sums_of"]
+__all__ = ["Numbers", "TiledGroups", "sums_of"]
 
 # Rows of a weight whose codes of a chunk are adjacent.
 _ROWS = tl.constexpr(64)
@@ -90,9 +91,6 @@ def _e2m1(kind: str, left: int, sign: int, mask: str, power: str) -> tuple[str, 
 
 E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 6, "0x01c001c0", "0x7f007f00"))  # 2 ** 127
 E2M1_FP16 = tl.constexpr(_e2m1("f16", 9, 3, "0x0e000e00", "0x78007800"))  # 2 ** 15
-
-# What codes of e2m1 stand for, doubled: whole numbers.
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @triton.jit
