@@ -122,7 +122,7 @@ class Groups:
 
     Attributes:
         codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, columns]`.
-        scales: float32 or float16 `[out_features, num_groups]`, or in two levels.
+        scales: of 32 or 16 bits `[out_features, num_groups]`, or in two levels.
         zeros: int16 `[out_features, num_groups]`; None: all 0 (float8, and where there are
             minimums or a table).
         group: columns that share a scale; the last group may be shorter.
@@ -145,6 +145,19 @@ class Groups:
     def rows(self, at: Tensor) -> Groups:
         """The rows `at` (int64)."""
         return replace(self, codes=self.codes[at], **self._of_groups(lambda one: ordered(one, at)))
+
+    def filled(self, rows: int) -> Groups:
+        """With rows that are 0 at the end, so that there are `rows`."""
+        lacking = rows - len(self.codes)
+        if not lacking:
+            return self
+
+        def fill(one: Any) -> Any:
+            if isinstance(one, Levels):
+                return replace(one, parts=fill(one.parts), supers=fill(one.supers))
+            return F.pad(one, (0, 0, 0, lacking))
+
+        return replace(self, codes=fill(self.codes), **self._of_groups(fill))
 
     def columns(self, at: Tensor) -> dict[str, Any]:
         """Scales, zero points and minimums of the groups `at` (int64), by the fields' names."""
