@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from onestem.models.config import ModelConfig
-from onestem.models.formats.products import RoundedHead, Target, row_bytes
+from onestem.models.formats.products import Target, keeps, row_bytes
+from onestem.models.formats.tables import takes_rounded_head
 from onestem.models.linear import choose_layout
 from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
-__all__ = ["formats_of", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
+__all__ = ["formats_of", "kept_by", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
 
 
 def target_of(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Target:
@@ -41,13 +42,17 @@ def formats_of(
     """Formats of a model's modules, from its configuration alone: modules that are left out are
     known only from the weights' files."""
     tensors = Tensors(config)
-    modules = [one.module for one in tensors.matrices if one.module is not None]
+    kinds = {one.module: one.kind for one in tensors if one.module is not None}
+    modules = [module for module, kind in kinds.items() if kind is Kind.MATRIX]
     if quantization is not None:
         rounded = rounds_head(config, quantization, target_of(tensors, dtype, device))
         head = [config.tensor_names[Role.HEAD]] if rounded else []
         return dict.fromkeys(modules + head, quantization)
     stored = config.quantization
-    schemes = {} if stored is None else {module: stored.scheme(module) for module in modules}
+    if stored is None:
+        return {}
+    modules = list(kinds) if stored.converts else modules
+    schemes = {module: stored.scheme(module) for module in modules}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 
@@ -55,7 +60,12 @@ def rounds_head(config: ModelConfig, quantization: Quantize | None, target: Targ
     """Whether the head is also rounded, to int8: on a CPU, where it takes as long as many
     layers."""
     rounded = quantization in ("int8", "int4")
-    return rounded and RoundedHead.takes(config.hidden_size, target)
+    return rounded and takes_rounded_head(config.hidden_size, target)
+
+
+def kept_by(target: Target, quantization: Quantize | None) -> Callable[[Scheme], bool]:
+    """Which schemes of a GGUF file's modules stay as they are stored."""
+    return lambda scheme: quantization is None and keeps(scheme, target)
 
 
 def weight_bytes(
@@ -72,14 +82,18 @@ def weight_bytes(
     tensors, forms = Tensors(config), formats or {}
     target = target_of(tensors, dtype, device)
     per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
-    if config.tensor_names[Role.HEAD] in forms:
+    head = config.tensor_names[Role.HEAD]
+    if isinstance(forms.get(head), str):
         total = int(config.vocab_size * per_row("int8", config.hidden_size))
+    elif _is_packed(forms.get(tensors.head.module or ""), target):
+        total = 0  # counted below
     else:
         itemsize = target.layout.head_itemsize(dtype, tied=config.tie_embeddings)
         total = config.vocab_size * config.hidden_size * itemsize
     for spec in tensors:
         form = forms.get(spec.module or "")
-        if spec.kind is Kind.MATRIX and form is not None:
+        packed = spec.role in (Role.EMBEDDING, Role.HEAD) and _is_packed(form, target)
+        if form is not None and (packed or spec.kind is Kind.MATRIX):
             out, size = reversed(spec.shape) if spec.transposed else spec.shape
             total += int(out * per_row(form, size))
         elif spec.kind in (Kind.CODES, Kind.POWERS) and target.has_kernels:
@@ -87,6 +101,13 @@ def weight_bytes(
         elif spec.role is not Role.HEAD:
             total += math.prod(spec.shape) * _itemsize(config, spec, target)
     return total
+
+
+def _is_packed(form: Scheme | Quantize | None, target: Target) -> bool:
+    """Whether a table or head stays in the blocks of a GGUF file."""
+    if not isinstance(form, Scheme) or form.storage != "blocks":
+        return False
+    return target.device.type == "cpu" and keeps(form, target)
 
 
 def _tiled_bytes(spec: TensorSpec) -> int:

@@ -131,6 +131,7 @@ class Groups:
             than inputs are possible: the extra ones have weight 0.
         minimums: as scales; None: all 0.
         table: whole numbers from -127 to 127, one for each code (MXFP4); None: codes are numbers.
+        name: of the format, for people.
     """
 
     codes: Tensor
@@ -141,10 +142,21 @@ class Groups:
     order: Tensor | None = None
     minimums: OfGroups | None = None
     table: tuple[int, ...] | None = None
+    name: str = ""
 
     def rows(self, at: Tensor) -> Groups:
         """The rows `at` (int64)."""
         return replace(self, codes=self.codes[at], **self._of_groups(lambda one: ordered(one, at)))
+
+    def to(self, device: torch.device) -> Groups:
+        """The same on a device."""
+
+        def moved(one: Any) -> Any:
+            if isinstance(one, Levels):
+                return replace(one, parts=moved(one.parts), supers=moved(one.supers))
+            return one.to(device)
+
+        return replace(self, codes=moved(self.codes), **self._of_groups(moved))
 
     def filled(self, rows: int) -> Groups:
         """With rows that are 0 at the end, so that there are `rows`."""
@@ -266,7 +278,7 @@ def _alike(one: Groups, other: Groups) -> bool:
 def _shape(weight: Groups) -> tuple[Any, ...]:
     """What weights have in common that can be joined by rows."""
     return (
-        weight.group, weight.bits, weight.codes.dtype, weight.table,
+        weight.group, weight.bits, weight.codes.dtype, weight.table, weight.name,
         *map(_layout, (weight.scales, weight.zeros, weight.minimums)),
     )  # fmt: skip
 

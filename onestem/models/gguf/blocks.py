@@ -14,10 +14,10 @@ import torch
 
 from onestem.errors import WeightsError
 from onestem.models.formats.held import Groups, Levels, OfGroups, joined
-from onestem.models.gguf.file import RawTensor
+from onestem.models.gguf.file import BLOCKS, RawTensor
 from onestem.models.gguf.values import DAMAGED, in_pieces
 
-__all__ = ["KEPT", "groups_of", "groups_of_blocks"]
+__all__ = ["empty_groups", "groups_of", "groups_of_blocks"]
 
 Bytes = np.ndarray  # uint8
 
@@ -28,16 +28,12 @@ class _Kind:
 
     Attributes:
         sizes: bytes of a block's parts.
-        group: columns that share a scale.
-        bits: of a code as it is held.
         read: parts `[blocks, size]` -> codes `[blocks, columns]`, scales, minimums, each number
             `[blocks, groups]`, or in two levels (parts, super-block's).
         zero: of all groups; None: there are minimums or a table.
     """
 
     sizes: tuple[int, ...]
-    group: int
-    bits: int
     read: Callable[..., tuple[Bytes, Any, Any]]
     zero: int | None = None
     table: tuple[int, ...] | None = None
@@ -64,24 +60,30 @@ def groups_of(raw: RawTensor) -> Groups:
 
 def groups_of_blocks(kind: str, rows: Bytes) -> Groups:
     """Rows of blocks, uint8 `[rows, row_bytes]`."""
-    known = KEPT[kind]
+    known, (bits, group) = _KINDS[kind], BLOCKS[kind]
     blocks = rows.reshape(-1, sum(known.sizes))
     parts = np.split(blocks, np.cumsum(known.sizes)[:-1], axis=1)
     codes, scales, minimums = known.read(*map(np.ascontiguousarray, parts))
     held = torch.from_numpy(codes).view(len(rows), -1)
-    groups = (len(rows), held.shape[1] // known.group)
+    groups = (len(rows), held.shape[1] // group)
     zeros = None
     if known.zero is not None:
         zeros = torch.full(groups, known.zero, dtype=torch.int16)
-    named = {"minimums": _numbers(minimums, groups), "table": known.table}
     scaled = _numbers(scales, groups)
-    assert scaled is not None
-    return Groups(held, scaled, zeros, known.group, known.bits, **named)
+    least = None if minimums is None else _numbers(minimums, groups)
+    return Groups(held, scaled, zeros, group, bits, None, least, known.table, kind)
 
 
-def _numbers(found: Any, groups: tuple[int, int]) -> OfGroups | None:
-    if not isinstance(found, tuple):
-        return None if found is None else found.view(groups)
+def empty_groups(kind: str, out: int, size: int) -> Groups:
+    """A weight of zeros, `[out, size]`; of whole blocks."""
+    per_block = 256 if kind.endswith("_K") else 32
+    row_bytes = -(-size // per_block) * sum(_KINDS[kind].sizes)
+    return groups_of_blocks(kind, np.zeros((out, row_bytes), np.uint8))
+
+
+def _numbers(found: Any, groups: tuple[int, int]) -> OfGroups:
+    if isinstance(found, torch.Tensor):
+        return found.view(groups)
     parts, supers = found
     held = torch.from_numpy(parts).view(groups)
     return Levels(held, supers.view(len(held), -1), parts.shape[1])
@@ -166,15 +168,14 @@ def _mxfp4(power: Bytes, codes: Bytes) -> tuple[Bytes, Any, Any]:
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
 
-# Types whose blocks are kept, and how. Codes of five and six bits are held in eight.
-KEPT: dict[str, _Kind] = {
-    "Q4_0": _Kind((2, 16), 32, 4, _q4_0, zero=8),
-    "Q4_1": _Kind((2, 2, 16), 32, 4, _q4_1),
-    "Q5_0": _Kind((2, 4, 16), 32, 8, _q5_0, zero=16),
-    "Q5_1": _Kind((2, 2, 4, 16), 32, 8, _q5_1),
-    "Q8_0": _Kind((2, 32), 32, 8, _q8_0, zero=128),
-    "Q4_K": _Kind((2, 2, 12, 128), 32, 4, _q4_k),
-    "Q5_K": _Kind((2, 2, 12, 32, 128), 32, 8, _q5_k),
-    "Q6_K": _Kind((128, 64, 16, 2), 16, 8, _q6_k, zero=32),
-    "MXFP4": _Kind((1, 16), 32, 4, _mxfp4, table=(*_FP4, *(-one for one in _FP4))),
+_KINDS: dict[str, _Kind] = {
+    "Q4_0": _Kind((2, 16), _q4_0, zero=8),
+    "Q4_1": _Kind((2, 2, 16), _q4_1),
+    "Q5_0": _Kind((2, 4, 16), _q5_0, zero=16),
+    "Q5_1": _Kind((2, 2, 4, 16), _q5_1),
+    "Q8_0": _Kind((2, 32), _q8_0, zero=128),
+    "Q4_K": _Kind((2, 2, 12, 128), _q4_k),
+    "Q5_K": _Kind((2, 2, 12, 32, 128), _q5_k),
+    "Q6_K": _Kind((128, 64, 16, 2), _q6_k, zero=32),
+    "MXFP4": _Kind((1, 16), _mxfp4, table=(*_FP4, *(-one for one in _FP4))),
 }
