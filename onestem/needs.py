@@ -15,7 +15,7 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
-from onestem.models.formats.products import Target, keeps
+from onestem.models.formats.products import Target
 from onestem.models.gguf.file import PLAIN, open_gguf
 from onestem.models.linear import Layout
 from onestem.models.names import Role
@@ -23,7 +23,7 @@ from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
 from onestem.models.shards import file_bytes
-from onestem.models.sizes import formats_of, target_of, weight_bytes
+from onestem.models.sizes import formats_of, keeps, target_of, weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.weights import checked_config, refuse_rounding_twice
 from onestem.options import EngineOptions, Quantize

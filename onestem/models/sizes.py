@@ -10,15 +10,25 @@ from collections.abc import Callable, Mapping
 import torch
 
 from onestem.models.config import ModelConfig
-from onestem.models.formats.products import Target, keeps, row_bytes
+from onestem.models.formats.held import Channels, Groups, Weight, rounded_weight
+from onestem.models.formats.products import Target, projection, takes_groups
 from onestem.models.formats.tables import takes_rounded_head
-from onestem.models.linear import choose_layout
+from onestem.models.gguf.blocks import empty_groups
+from onestem.models.linear import choose_layout, held_tensors
 from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
-__all__ = ["formats_of", "kept_by", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
+__all__ = [
+    "formats_of",
+    "keeps",
+    "kept_by",
+    "quantised_as",
+    "rounds_head",
+    "target_of",
+    "weight_bytes",
+]
 
 
 def target_of(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Target:
@@ -65,7 +75,7 @@ def rounds_head(config: ModelConfig, quantization: Quantize | None, target: Targ
 
 def kept_by(target: Target, quantization: Quantize | None) -> Callable[[Scheme], bool]:
     """Which schemes of a GGUF file's modules stay as they are stored."""
-    return lambda scheme: quantization is None and keeps(scheme, target)
+    return functools.cache(lambda scheme: quantization is None and keeps(scheme, target))
 
 
 def weight_bytes(
@@ -81,7 +91,7 @@ def weight_bytes(
     """
     tensors, forms = Tensors(config), formats or {}
     target = target_of(tensors, dtype, device)
-    per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
+    per_row = functools.cache(lambda form, size: _row_bytes(form, size, target))
     head = config.tensor_names[Role.HEAD]
     if isinstance(forms.get(head), str):
         total = int(config.vocab_size * per_row("int8", config.hidden_size))
@@ -101,6 +111,43 @@ def weight_bytes(
         elif spec.role is not Role.HEAD:
             total += math.prod(spec.shape) * _itemsize(config, spec, target)
     return total
+
+
+def _row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
+    """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
+    few rows that are made here."""
+    some = 128
+    if isinstance(form, Scheme):
+        weight: Weight = _empty(form, some, size, target.device)
+    else:
+        zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
+        weight = rounded_weight(zeros, form)
+    product = projection([weight], None, None, target)
+    return sum(tensor.nbytes for tensor in held_tensors(product)) / some
+
+
+def keeps(scheme: Scheme, target: Target) -> bool:
+    """Whether weights of a scheme that stores groups are multiplied, and looked up, as such."""
+    weight = _empty(scheme, 32, 512, target.device)
+    return isinstance(weight, Groups) and takes_groups(weight, target)
+
+
+def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
+    if scheme.storage == "blocks":
+        return empty_groups(scheme.kind, out, size).to(device)
+    floats = scheme.storage == "float8"
+    if scheme.rounds_rows and scheme.columns is None:
+        kind = torch.float8_e4m3fn if floats else torch.int8
+        return Channels(
+            torch.zeros(out, size, device=device).to(kind), torch.ones(out, device=device)
+        )
+    group = scheme.columns or size
+    scales = torch.ones(out, -(-size // group), device=device)
+    zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
+    zeros[0] += not scheme.symmetric  # zero points that differ are kept
+    kind = torch.float8_e4m3fn if floats else torch.uint8
+    codes = torch.zeros(out, size, device=device).to(kind)
+    return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
 
 
 def _is_packed(form: Scheme | Quantize | None, target: Target) -> bool:

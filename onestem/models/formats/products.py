@@ -34,16 +34,13 @@ from onestem.models.formats.held import (
     ordered,
     rounded_weight,
 )
-from onestem.models.gguf.blocks import empty_groups
 from onestem.models.linear import (
     Activation,
     Layout,
     Linear,
     Projection,
     choose_layout,
-    held_tensors,
 )
-from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
 from onestem.ops.cpu.linear import TwoLevels
@@ -57,11 +54,10 @@ __all__ = [
     "GpuChannels",
     "GpuGroups",
     "Target",
-    "keeps",
     "kinds_of",
     "packed_groups",
     "projection",
-    "row_bytes",
+    "takes_groups",
 ]
 
 # Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
@@ -125,45 +121,9 @@ def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     }
 
 
-def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
-    """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
-    few rows that are made here."""
-    some = 128
-    if isinstance(form, Scheme):
-        weight: Weight = _empty(form, some, size, target.device)
-    else:
-        zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
-        weight = rounded_weight(zeros, form)
-    product = projection([weight], None, None, target)
-    return sum(tensor.nbytes for tensor in held_tensors(product)) / some
-
-
-def keeps(scheme: Scheme, target: Target) -> bool:
-    """Whether weights of a scheme that stores groups are multiplied, and looked up, as such."""
-    weight = _empty(scheme, 32, 512, target.device)
-    return isinstance(weight, Groups) and _takes_groups(weight, target)
-
-
-def _takes_groups(weight: Groups, target: Target) -> bool:
+def takes_groups(weight: Groups, target: Target) -> bool:
+    """Whether the device and dtype have a product for a weight in groups."""
     return GpuGroups.takes(weight, target) or CpuProduct.takes(weight, target)
-
-
-def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
-    if scheme.storage == "blocks":
-        return empty_groups(scheme.kind, out, size).to(device)
-    floats = scheme.storage == "float8"
-    if scheme.rounds_rows and scheme.columns is None:
-        kind = torch.float8_e4m3fn if floats else torch.int8
-        return Channels(
-            torch.zeros(out, size, device=device).to(kind), torch.ones(out, device=device)
-        )
-    group = scheme.columns or size
-    scales = torch.ones(out, -(-size // group), device=device)
-    zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
-    zeros[0] += not scheme.symmetric  # zero points that differ are kept
-    kind = torch.float8_e4m3fn if floats else torch.uint8
-    codes = torch.zeros(out, size, device=device).to(kind)
-    return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
 
 
 def _product(
