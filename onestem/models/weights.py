@@ -135,6 +135,9 @@ class _RandomSource:
     def keeps(self, spec: TensorSpec) -> bool:
         return False
 
+    def singles(self, spec: TensorSpec) -> None:
+        return None
+
     def _fill(self, tensor: Tensor, spec: TensorSpec) -> None:
         # 32 bits: the CPU's generator ignores higher ones.
         seed = zlib.crc32(f"{self.seed} {spec.name}".encode())

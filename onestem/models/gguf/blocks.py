@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from onestem.errors import WeightsError
+from onestem.models.formats.experts import MXFP4_TABLE
 from onestem.models.formats.held import Groups, Levels, OfGroups, joined
 from onestem.models.gguf.file import BLOCKS, RawTensor
 from onestem.models.gguf.values import DAMAGED, in_pieces
@@ -133,9 +134,9 @@ def _q8_0(scale: Bytes, codes: Bytes) -> tuple[Bytes, Any, Any]:
 
 
 def _k_numbers(scale: Bytes, least: Bytes, packed: Bytes) -> tuple[Any, Any]:
-    """Scales and minimums of eight groups, each in two levels; the first of 6 bits: of the first
-    four groups the low bits of bytes 0 to 3 and 4 to 7, of the others the nibbles of bytes 8 to 11
-    and the high bits of those."""
+    """Scales and minimums of eight groups, each in two levels. Parts have 6 bits: of four groups in
+    bytes 0 to 3 and 4 to 7; of the others the low nibbles in bytes 8 to 11, and the two bits above
+    in the first eight bytes."""
     low, least_low, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
     minimums = np.concatenate([least_low & 63, high >> 4 | least_low >> 2 & 48], axis=1)
@@ -166,8 +167,6 @@ def _mxfp4(power: Bytes, codes: Bytes) -> tuple[Bytes, Any, Any]:
     return _nibbles(codes, 16), torch.from_numpy(scales).bfloat16(), None
 
 
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
-
 _KINDS: dict[str, _Kind] = {
     "Q4_0": _Kind((2, 16), _q4_0, zero=8),
     "Q4_1": _Kind((2, 2, 16), _q4_1),
@@ -177,5 +176,5 @@ _KINDS: dict[str, _Kind] = {
     "Q4_K": _Kind((2, 2, 12, 128), _q4_k),
     "Q5_K": _Kind((2, 2, 12, 32, 128), _q5_k),
     "Q6_K": _Kind((128, 64, 16, 2), _q6_k, zero=32),
-    "MXFP4": _Kind((1, 16), _mxfp4, table=(*_FP4, *(-one for one in _FP4))),
+    "MXFP4": _Kind((1, 16), _mxfp4, table=MXFP4_TABLE),
 }
