@@ -146,7 +146,7 @@ inline vi looked_up(const uint8_t* table, vi index) {
 template <int N>
 inline vf spread(const float* p, int stride) {
   if constexpr (N == 1) return all(*p);
-  return _mm256_set_m128(_mm_set1_ps(p[stride]), _mm_set1_ps(*p));
+  return _mm256_blend_ps(all(*p), all(p[stride]), 0xf0);
 }
 // Their low 8 or 16 bits.
 template <class Code>

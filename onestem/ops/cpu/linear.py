@@ -161,7 +161,7 @@ class CpuCodes:
                     held = _of_groups(of_cuts.to(torch.uint8), chunk // cut)
                 else:
                     assert isinstance(scales, Tensor)
-                    minimums = -zeros * scales.float()
+                    minimums, zero = -zeros * scales.float(), 0
         values = None
         if table is not None:
             zero = -min(table)
