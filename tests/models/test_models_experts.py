@@ -33,7 +33,7 @@ IDS = prompt(24, 270)
 CHECKPOINTS: dict[str, tuple[Format, str]] = {
     "fp8 per channel": (FORMATS["fp8 per channel"], "from fp8 per channel"),
     "fp8 in blocks": (fp8_blocks(32, 32), "from fp8 in groups of 32"),
-    "int8": (FORMATS["int8 without rounding of rows"], "from int8 in groups of"),
+    "int8": (FORMATS["int8 without rounding of rows"], "int8 in groups of"),
     "packed int4": (FORMATS["packed int4"], "int4 in groups of 32"),
     "gptq, act-order": (FORMATS["gptq, act-order"], "int4 in groups of 32"),
     # Files of AWQ leave routers out: their rows are not whole words.

@@ -69,4 +69,4 @@ def of_mxfp4(values: Tensor, powers: Tensor) -> Groups:
     lower four bits first; powers: uint8 `[out_features, in_features / 32]`, of two (127 is 1)."""
     codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
     scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers.int() - 128)
-    return Groups(codes, scales, None, MX_BLOCK, 4, table=E2M1)
+    return Groups(codes, scales, None, MX_BLOCK, 4, table=E2M1, name="mxfp4")
