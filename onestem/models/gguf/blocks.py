@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from onestem.errors import WeightsError
-from onestem.models.formats.experts import MXFP4_TABLE
 from onestem.models.formats.held import Groups, Levels, OfGroups, joined
 from onestem.models.gguf.file import BLOCKS, RawTensor
 from onestem.models.gguf.values import DAMAGED, in_pieces
+from onestem.ops.experts import E2M1
 
 __all__ = ["empty_groups", "groups_of", "groups_of_blocks"]
 
@@ -176,5 +176,5 @@ _KINDS: dict[str, _Kind] = {
     "Q4_K": _Kind((2, 2, 12, 128), _q4_k),
     "Q5_K": _Kind((2, 2, 12, 32, 128), _q5_k),
     "Q6_K": _Kind((128, 64, 16, 2), _q6_k, zero=32),
-    "MXFP4": _Kind((1, 16), _mxfp4, table=MXFP4_TABLE),
+    "MXFP4": _Kind((1, 16), _mxfp4, table=E2M1),
 }
