@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from onestem import LLM, SamplingParams
 from onestem.cli.app import app
-from onestem.pml import Import, Module, PmlError, Prompt, Schema, read_schema
+from onestem.cli.pml_questions import summary
+from onestem.errors import OnestemError
+from onestem.pml import Import, Module, PmlError, Prompt, Schema, read_schema, to_markup
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "pml"
 PROMPTS = sorted(p for p in EXAMPLES.glob("*/*.xml") if p.name != "schema.xml")
@@ -165,6 +168,136 @@ def test_compare_needs_something_cached(tmp_path):
     ):
         result = CliRunner().invoke(app, ["pml", "compare", prompt, *option])
         assert reason in str(result.exception)
+
+
+LIBRARY = Schema(
+    "library",
+    [
+        "You know:\n",
+        Module("anna", ["Anna lives in Ostby, and her dog is called Max.\n"]),
+        Module("ben", ["Ben lives in Westby, and his cat is called Tom.\n"]),
+    ],
+)
+ASKED = [
+    ("<anna/>Where does Anna live?", "Ostby"),
+    ("<ben/>Where does Ben live?", "WESTBY"),
+    ("<anna/><ben/>Whose dog is called Max?", None),
+    ("<anna/>Where does Ben live?", "no such text"),
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """A file of questions beside its schema."""
+    (tmp_path / "library.xml").write_text(to_markup(LIBRARY))
+    path = tmp_path / "asked.jsonl"
+    lines = [
+        {"pml": f'<prompt schema="library">{text}</prompt>'} | ({"answer": a} if a else {})
+        for text, a in ASKED
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def test_questions_are_answered_in_every_isolation(llm, questions):
+    options = ["--max-tokens", "12", "--dtype", "float32"]
+    *each, told = map(
+        json.loads, run("compare", str(questions), "--json", *options).stdout.splitlines()
+    )
+    llm.add_schema(LIBRARY)
+    prompts = [json.loads(line)["pml"] for line in questions.read_text().splitlines()]
+    params = GREEDY.replace(max_tokens=12)
+    answers = {
+        isolation: [
+            o.outputs[0].text for o in llm.generate_pml(prompts, params, isolation=isolation)
+        ]
+        for isolation in ("off", "anchored", "isolated")
+    }
+    assert list(told["modes"]) == list(answers)
+    for number, (one, (_, answer)) in enumerate(zip(each, ASKED, strict=True)):
+        assert one["prompt"] == f"{questions}:{number + 1}"
+        assert one["texts"] == {name: texts[number] for name, texts in answers.items()}
+        if answer is None:
+            assert "right" not in one
+        else:
+            assert one["right"] == {
+                name: answer.lower() in texts[number].lower() for name, texts in answers.items()
+            }
+    assert (told["questions"], told["with_answers"]) == (4, 3)
+    for name, counts in told["modes"].items():
+        right = [one["right"][name] for one in each if "right" in one]
+        assert counts["right"] == sum(right)
+        equal = [a == b for a, b in zip(answers[name], answers["off"], strict=True)]
+        assert counts["equal_to_off"] == sum(equal)
+    # The model finds what it is told, and nothing finds what is in no document.
+    assert told["modes"]["off"]["right"] == 2
+    isolated = ["--isolation", "isolated"]
+    *shown, verdict = run("compare", str(questions), *options, *isolated).stdout.splitlines()
+    assert [line.split()[0] for line in shown[1:]] == ["off", "isolated"]
+    counts = told["modes"]["isolated"]
+    assert f"{counts['right']} right, {counts['equal_to_off']} with the text of off" in shown[2]
+    assert verdict.startswith("use ")
+
+
+def counted(isolation, off, right, known=True):
+    """Facts of questions whose answers are right as these marks say, with different texts."""
+    return [
+        {
+            "answer": "a" if known else None,
+            "texts": {"off": "x", isolation: "x" if one == other else "y"},
+            "computed_tokens": {"off": 9, isolation: 1},
+            "right": {"off": one, isolation: other},
+        }
+        for one, other in zip(off, right, strict=True)
+    ]
+
+
+def test_the_verdict_is_by_a_sign_test():
+    # 8 lost of 9 that one alone has right: 10 of 512 at equal odds. 7 of 9: 46 of 512.
+    for lost, chance, begins in (
+        (8, 10 / 512, "use off: anchored loses 8"),
+        (7, 46 / 512, "use a"),
+    ):
+        off = [True] * lost + [False] * (9 - lost) + [True] * 31
+        told = summary(counted("anchored", off, [not one for one in off[:9]] + [True] * 31))
+        assert told["modes"]["anchored"]["chance"] == chance
+        assert told["verdict"].startswith(begins)
+        assert "large losses alone" not in told["verdict"]
+    few = summary(counted("isolated", [True], [True]))["verdict"]
+    assert few.startswith("use isolated: 1 of 1 right, off 1")
+    assert "large losses alone, ask 30 or more" in few
+
+
+def test_without_answers_the_verdict_is_by_equal_texts():
+    same, other = [True] * 3, [True, True, False]
+    assert summary(counted("anchored", same, same, known=False))["verdict"] == (
+        "use anchored: all 3 answers are those of off"
+    )
+    assert summary(counted("anchored", same, other, known=False))["verdict"].startswith(
+        "use off, unless other answers are as good: anchored has off's text in 2 of 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "q.jsonl:1 is not JSON"),
+        ('{"pml": "<prompt/>", "right": "x"}', "unknown field in .*q.jsonl:1: 'right'"),
+        ('{"pml": "<prompt", "answer": "x"}', "q.jsonl:1:1:"),
+        ("", "q.jsonl holds no question"),
+    ],
+)
+def test_a_bad_question_is_named_before_a_model_is_loaded(tmp_path, line, reason):
+    path = tmp_path / "q.jsonl"
+    path.write_text(line)
+    result = CliRunner().invoke(app, ["pml", "compare", "--model", "nowhere", str(path)])
+    assert isinstance(result.exception, OnestemError)
+    assert re.search(reason, str(result.exception)), result.exception
+
+
+def test_questions_have_no_times(questions):
+    result = CliRunner().invoke(app, ["pml", "compare", str(questions), "--repeat", "2"])
+    assert "--repeat is of a prompt's times" in str(result.exception)
 
 
 def test_run_names_what_it_does_not_find(tmp_path):

@@ -131,42 +131,71 @@ def run(
 @options.with_options
 def compare(
     engine: EngineOptions,
-    files: Annotated[list[Path], typer.Argument(metavar="PROMPT", help="Files of prompts.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="PROMPT", help="Files of prompts; or questions, a .jsonl file."),
+    ],
     schemas: Schemas = None,
     isolation: Annotated[
-        str, typer.Option(help="What cached tokens attend to: anchored or isolated.")
-    ] = "anchored",
-    repeat: Annotated[int, typer.Option(help="Times to the first token measured.", min=1)] = 5,
+        str | None,
+        typer.Option(
+            help="What cached tokens attend to: anchored or isolated (default: anchored; of "
+            "questions both)."
+        ),
+    ] = None,
+    repeat: Annotated[
+        int | None,
+        typer.Option(help="Times to the first token measured (default: 5).", min=1),
+    ] = None,
     max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON line per prompt; of questions, then a summary.")
+    ] = False,
 ) -> None:
-    """Answer prompts twice: with their modules cached, and computed whole.
+    """Answer prompts with their modules cached, and computed whole.
 
-    Both answers are printed side by side, with the median times to the first token, measured in
+    A prompt's answers are printed side by side, with median times to the first token, measured in
     turns. Computed whole is isolation=off: ordinary causal attention.
+
+    Questions are lines {"pml": MARKUP, "answer": TEXT}; an answer with TEXT in it, in any case, is
+    right. Answers in each isolation are counted, and the last line says which to use.
     """
     from rich.console import Console
 
     from onestem.cli.pml_compare import check_comparable, comparison_table, side_by_side
+    from onestem.cli.pml_questions import ask_all, read_questions, summary, summary_lines
     from onestem.cli.pml_run import load_library
-    from onestem.pml import parse_isolation, read_prompt
+    from onestem.errors import ConfigError
+    from onestem.pml import ISOLATIONS, parse_isolation, read_prompt
     from onestem.request import SamplingParams
 
-    who_sees_what = parse_isolation(isolation)
-    check_comparable(who_sees_what, engine.share)
-    prompts = [(path, read_prompt(path)) for path in files]
+    cached = [one for one in ISOLATIONS if one != "off"]
+    who_sees_what = [parse_isolation(isolation)] if isolation is not None else cached
+    check_comparable(who_sees_what[0], engine.share)
+    asked = [(path, read_questions(path)) for path in files if path.suffix == ".jsonl"]
+    prompts = [(path, read_prompt(path)) for path in files if path.suffix != ".jsonl"]
+    if repeat is not None and not prompts:
+        raise ConfigError("--repeat is of a prompt's times, and questions have none: leave it out")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=engine.seed or 0)
     llm = options.load_llm(engine)
     for path, prompt in prompts:
         load_library(llm, path, prompt, schemas)
     for path, prompt in prompts:
-        facts = side_by_side(llm, prompt, who_sees_what, params, repeat)
+        facts = side_by_side(llm, prompt, who_sees_what[0], params, repeat or 5)
         if as_json:
             named = {"prompt": str(path), "model": str(engine.model)}
             typer.echo(json.dumps({**named, **facts}, ensure_ascii=False))
         else:
             Console().print(comparison_table(str(path), facts))
+    for path, questions in asked:
+        each = ask_all(llm, path, questions, ["off", *who_sees_what], params, schemas)
+        told = {"model": str(engine.model), **summary(each)}
+        if as_json:
+            lines = [json.dumps(one, ensure_ascii=False) for one in (*each, told)]
+        else:
+            lines = list(summary_lines(str(path), told))
+        typer.echo("\n".join(lines))
 
 
 @app.command("encode")

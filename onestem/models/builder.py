@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onestem.errors import WeightsError
 from onestem.models.checkpoint import Source
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm, activation_of
+from onestem.models.formats.experts import ExpertWeights, of_mxfp4
+from onestem.models.formats.gpu_experts import gpu_experts
 from onestem.models.formats.held import Weight, rounded_weight
 from onestem.models.formats.products import RoundedHead, Target, projection
 from onestem.models.linear import Activation, Head, Layout, Linear, Projection
@@ -36,7 +37,6 @@ from onestem.models.sizes import quantised_as, rounds_head
 from onestem.models.tensors import ByRole, Kind, Tensors, TensorSpec
 from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Heads, LayerOps, resolve_layers
-from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.options import Quantize
 
 __all__ = ["Builder", "expert_activation", "qkv_order", "read_weight"]
@@ -211,63 +211,73 @@ class Builder:
             expert_scales=self.optional(specs, Role.EXPERT_SCALES),
         )
 
-    def expert_weights(self, specs: ByRole) -> tuple[GroupedWeight, GroupedWeight]:
-        """Weights of a layer's experts, as they are held: gate and up, and down."""
-        return self.grouped(specs[Role.EXPERTS_UP]), self.grouped(specs[Role.EXPERTS_DOWN])
+    def expert_weights(self, specs: ByRole) -> tuple[ExpertWeights, ExpertWeights]:
+        """Weights of a layer's experts: gate and up, and down."""
+        return self.of_experts(specs[Role.EXPERTS_UP]), self.of_experts(specs[Role.EXPERTS_DOWN])
 
-    def grouped(self, spec: TensorSpec) -> GroupedWeight:
-        """A weight of all experts; of gate and up, gate first."""
-        scales = None
-        if spec.scales is None:
-            values = spec.rows_first(self.source(spec)).contiguous()
-        else:
-            values = self.source(spec, torch.uint8).flatten(-2)
-            scales = self.source(spec.scales, torch.uint8)
-            if self.on_gpu and (largest := int(scales.max())) > MAX_POWER:
-                raise WeightsError(
-                    f"{spec.scales.name} has {largest}, limit on a GPU is {MAX_POWER} (weights of "
-                    "up to 12): use a CPU, or the model in 16 bits"
-                )
-        bias = None if spec.bias is None else self.source(spec.bias)
-        if spec.role is Role.EXPERTS_UP and self.tensors.alternates:
-            halves = self.tensors.halves
-            values = torch.cat(halves(values), dim=1)
-            scales = None if scales is None else torch.cat(halves(scales), dim=1)
-            bias = None if bias is None else torch.cat(halves(bias), dim=1)
-        return GroupedWeight(values, scales, bias)
+    def of_experts(self, spec: TensorSpec) -> ExpertWeights:
+        """A weight of all experts. Those that files hold one by one are rounded as they are
+        read."""
+        alternates = spec.role is Role.EXPERTS_UP and self.tensors.alternates
 
-    def products(self, specs: ByRole, up: GroupedWeight, down: GroupedWeight) -> ExpertProducts:
+        def gate_first(values: Tensor) -> Tensor:
+            return torch.cat(self.tensors.halves(values), dim=1) if alternates else values
+
+        bias = None if spec.bias is None else gate_first(self.source(spec.bias))
+        if spec.scales is not None:
+            held = [gate_first(self.source(one, torch.uint8)) for one in (spec, spec.scales)]
+            pairs = zip(held[0].flatten(-2), held[1], strict=True)
+            return ExpertWeights.of(spec.scales.name, [[of_mxfp4(*pair)] for pair in pairs], bias)
+        ranks = self.ranks if spec.role is Role.EXPERTS_DOWN else ALONE
+        singles = self.source.singles(spec)
+        if singles is not None:
+            each = [[self.weight(one, ranks) for one in expert] for expert in singles]
+            return ExpertWeights.of(spec.name, each, bias)
+        whole = gate_first(spec.rows_first(self.source(spec)).contiguous())
+        form = self.quantization
+        if form is None:
+            return ExpertWeights.of_whole(spec.name, whole, bias)
+        rounded = [[rounded_weight(one, form, ranks)] for one in whole]
+        self.kept += [spec.name] * isinstance(rounded[0][0], Tensor)
+        return ExpertWeights.of(spec.name, rounded, bias)
+
+    def products(self, specs: ByRole, up: ExpertWeights, down: ExpertWeights) -> ExpertProducts:
         """Products of all experts of a layer, the fastest for the device."""
-        experts = self.config.experts
+        config, experts, target = self.config, self.config.experts, self.target
         assert experts is not None
-        clamp = None if experts.clamp is None else astuple(experts.clamp)
-        # On a GPU these are views for rewriting; with mxfp4 they would be copies.
-        some = range(0 if self.on_gpu and experts.mxfp4 else experts.num)
-        linears = [(self.expert(up, i), self.expert(down, i)) for i in some]
-        if self.quantised is None:
-            self.note_experts(specs, linears)
+        made = None
         if self.on_gpu:
-            from onestem.ops.triton.experts import GroupedExperts
-            from onestem.ops.triton.tiled_experts import TiledExperts
+            clamp = None if experts.clamp is None else astuple(experts.clamp)
+            made = gpu_experts(up, down, target, clamp, gelu=config.mlp == "gelu_tanh_gated")
+        pairs = []
+        if made is None or self.quantised is None:  # on a GPU these are views for rewriting
+            pairs = [
+                (self.expert(up, one, ALONE), self.expert(down, one, self.ranks))
+                for one in range(experts.num)
+            ]
+        if self.quantised is None:
+            self.note_experts(specs, pairs)
+        if made is not None:
+            return made
+        activation = expert_activation(config, resolve_layers(target.device))
+        # Only products of 16 bits are better with more rows.
+        layout = target.layout if isinstance(pairs[0][0], Linear) else Layout.PLAIN
+        return SortedBlocks([Mlp(*pair) for pair in pairs], activation, layout)
 
-            if experts.mxfp4:
-                return TiledExperts.of(up, down, clamp)
-            gelu = self.config.mlp == "gelu_tanh_gated"
-            return GroupedExperts(up, down, clamp, gelu=gelu)
-        activation = expert_activation(self.config, resolve_layers(self.target.device))
-        return SortedBlocks([Mlp(*pair) for pair in linears], activation, self.target.layout)
+    def expert(self, weights: ExpertWeights, index: int, ranks: Ranks) -> Projection:
+        """One expert's product. If it is not quantised, its weight is a view of all experts'."""
+        bias = None if weights.bias is None else weights.bias[index]
+        return projection(weights.each[index], bias, None, self.target, ranks)
 
-    def expert(self, weight: GroupedWeight, index: int) -> Linear:
-        """One expert's product. Its weight is a view of `weight`; of mxfp4, a copy in the model's
-        dtype."""
-        bias = None if weight.bias is None else weight.bias[index]
-        return Linear(weight.dense(index, self.target.dtype), bias, self.target.layout)
-
-    def note_experts(self, specs: ByRole, linears: Sequence[tuple[Linear, Linear]]) -> None:
+    def note_experts(
+        self, specs: ByRole, products: Sequence[tuple[Projection, Projection]]
+    ) -> None:
         """Note the places of the tensors of single experts."""
         wholes = (specs[Role.EXPERTS_UP], specs[Role.EXPERTS_DOWN])
         ups, downs = map(self.tensors.singles, wholes)
-        for (up, down), of_up, of_down in zip(linears, ups, downs, strict=True):
+        for (up, down), of_up, of_down in zip(products, ups, downs, strict=True):
+            assert isinstance(up, Linear)
+            assert isinstance(down, Linear)
             half = up.out_features // 2
             self.places.append(ProductPlace(up, of_up, (half, half)))
             self.places.append(ProductPlace(down, of_down))
@@ -321,10 +331,7 @@ class Builder:
         `order`."""
         parts = [specs[role] for role in roles if role in specs]
         ranks = self.ranks if parts[0].shares_inputs else ALONE
-        weights = [read_weight(self.source, one, self.quantization, ranks) for one in parts]
-        if self.quantization is not None:
-            pairs = zip(parts, weights, strict=True)
-            self.kept += [str(one.module) for one, weight in pairs if isinstance(weight, Tensor)]
+        weights = [self.weight(one, ranks) for one in parts]
         rows = None if order is None else torch.tensor(order, device=self.target.device)
         joined = None
         biases = [one.bias for one in parts if one.bias is not None]
@@ -337,6 +344,13 @@ class Builder:
             counts = tuple(len(weight) for weight in weights if isinstance(weight, Tensor))
             self.places.append(ProductPlace(linear, tuple(parts), counts, order))
         return linear
+
+    def weight(self, spec: TensorSpec, ranks: Ranks) -> Weight:
+        """See `read_weight`; notes what is not rounded."""
+        weight = read_weight(self.source, spec, self.quantization, ranks)
+        if self.quantization is not None and isinstance(weight, Tensor):
+            self.kept.append(str(spec.module))
+        return weight
 
 
 def read_weight(

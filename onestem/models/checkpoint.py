@@ -75,6 +75,11 @@ class Source(Protocol):
         dtype."""
         ...
 
+    def singles(self, spec: TensorSpec) -> Sequence[Sequence[TensorSpec]] | None:
+        """For each expert the matrices that are there in place of its part of a weight of all
+        experts (`Tensors.singles`); None: the weight itself is there."""
+        ...
+
 
 @dataclass(frozen=True)
 class TensorHeader:
@@ -118,12 +123,8 @@ class Checkpoint:
         self._copy = Staging(device) if device.type == "cuda" else None
 
     def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor:
-        if spec.name in self._singles:
-            experts = self._singles[spec.name]
-            read = ([self(one, as_dtype) for one in expert] for expert in experts)
-            return torch.stack([torch.cat(parts) for parts in read])
         dtype = as_dtype or self._dtype
-        if spec.module in self.schemes:  # a table or an expert: products need it dense
+        if spec.module in self.schemes:  # a table or a head: they are used dense
             whole = dense(self.weight(spec), dtype)
             return whole if spec.cut is None else spec.cut.filled(whole)
         stored = self._stored(spec.name, spec.cut, dtype)
@@ -146,6 +147,10 @@ class Checkpoint:
 
         weight = stored_weight(self.schemes[module][0], get, *_size(spec), spec.cut)
         return weight.to(self._dtype) if isinstance(weight, Tensor) else weight
+
+    def singles(self, spec: TensorSpec) -> Sequence[Sequence[TensorSpec]] | None:
+        """See `Source`."""
+        return self._singles.get(spec.name)
 
     def check_values(self, specs: Iterable[TensorSpec]) -> None:
         """Raise `WeightsError` for numbers that make no sense in what says how weights are stored,

@@ -14,7 +14,7 @@ from onestem.models.builder import Builder, expert_activation, read_weight
 from onestem.models.checkpoint import Checkpoint, open_checkpoint, with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.formats.held import dense
-from onestem.models.formats.products import Target, projection
+from onestem.models.formats.products import projection
 from onestem.models.names import Role
 from onestem.models.sizes import rounds_head, target_of
 from onestem.models.tensors import Tensors
@@ -112,8 +112,11 @@ def format_errors(
             None if truth is None else _by_norm(meant - exact, exact),
             _by_norm(product(x).double() - right, right),
         )
-    for layer, module in _quantised_experts(held):
-        yield _of_experts(held, unrounded, layer, module, rows(config.hidden_size), target)
+    if unrounded is None and quantization is not None and not stored:
+        unrounded = held
+    for layer, module in _quantised_experts(held, quantization):
+        builder = Builder(*held, target, quantization)
+        yield from _of_experts(builder, unrounded, layer, module, rows(config.hidden_size))
 
 
 def _opened(path: Path, dtype: torch.dtype, device: torch.device) -> _Model:
@@ -121,32 +124,30 @@ def _opened(path: Path, dtype: torch.dtype, device: torch.device) -> _Model:
     return tensors, open_checkpoint(path, tensors, dtype, device)
 
 
-def _quantised_experts(model: _Model) -> Iterator[tuple[int, str]]:
-    """(layer, name of the module) of all experts that files hold in a format of fewer bits."""
+def _quantised_experts(model: _Model, quantization: Quantize | None) -> Iterator[tuple[int, str]]:
+    """(layer, name of the module) of all experts in a format of fewer bits than 16."""
     tensors, source = model
     names = tensors.config.tensor_names
     for layer, specs in enumerate(tensors.layers):
         if Role.EXPERTS_UP in specs:
             module = (names.layer.format(layer) + names[Role.EXPERT_GATE]).partition(".{}")[0]
-            scales = specs[Role.EXPERTS_UP].scales
-            if scales is not None or any(one.startswith(f"{module}.") for one in source.schemes):
+            held = specs[Role.EXPERTS_UP].scales is not None or quantization is not None
+            if held or any(one.startswith(f"{module}.") for one in source.schemes):
                 yield layer, module
 
 
 def _of_experts(
-    held: _Model,
-    original: _Model | None,
-    layer: int,
-    module: str,
-    x: torch.Tensor,
-    target: Target,
-) -> FormatError:
-    """Errors of all experts of a layer, each of which takes the same number of rows of x."""
-    tensors, builder = held[0], Builder(*held, target)
+    builder: Builder, original: _Model | None, layer: int, module: str, x: torch.Tensor
+) -> Iterator[FormatError]:
+    """Errors of all experts of a layer, each of which takes the same number of rows of x; none
+    where a format does not take their widths."""
+    tensors = builder.tensors
     weights = exact = builder.expert_weights(tensors.layers[layer])
+    if all(one.whole is not None for one in weights):
+        return
     products = builder.products(tensors.layers[layer], *weights)
     if original is not None:
-        exact = Builder(*original, target).expert_weights(original[0].layers[layer])
+        exact = Builder(*original, builder.target).expert_weights(original[0].layers[layer])
     experts = tensors.config.experts
     assert experts is not None
     size = (len(x), experts.top_k)
@@ -165,7 +166,7 @@ def _of_experts(
         up, down = layers
         result = F.linear(activate(F.linear(x.double(), *up)), *down)
         right += result * (scores * (chosen == index)).sum(-1, keepdim=True)
-    return FormatError(
+    yield FormatError(
         module,
         f"{experts.num} experts",
         None if original is None else (off / whole) ** 0.5,

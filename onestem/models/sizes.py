@@ -5,19 +5,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from onestem.models.config import ModelConfig
-from onestem.models.formats.products import RoundedHead, Target, row_bytes
-from onestem.models.linear import choose_layout
+from onestem.models.formats.experts import ExpertWeights, of_mxfp4
+from onestem.models.formats.gpu_experts import gpu_experts
+from onestem.models.formats.held import Weight
+from onestem.models.formats.products import (
+    RoundedHead,
+    Target,
+    empty_weight,
+    projection,
+    row_bytes,
+)
+from onestem.models.linear import choose_layout, held_tensors
 from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.tensors import Kind, Tensors, TensorSpec
+from onestem.ops.experts import MX_BLOCK
 from onestem.options import Quantize
 
 __all__ = ["formats_of", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
+
+OF_EXPERTS = (Kind.EXPERTS, Kind.CODES, Kind.POWERS)
 
 
 def target_of(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Target:
@@ -42,6 +55,9 @@ def formats_of(
     known only from the weights' files."""
     tensors = Tensors(config)
     modules = [one.module for one in tensors.matrices if one.module is not None]
+    if config.experts is not None and not config.experts.mxfp4:
+        singles = (one for whole in tensors.of_experts for one in chain(*tensors.singles(whole)))
+        modules += [one.module for one in singles if one.module is not None]
     if quantization is not None:
         rounded = rounds_head(config, quantization, target_of(tensors, dtype, device))
         head = [config.tensor_names[Role.HEAD]] if rounded else []
@@ -82,30 +98,48 @@ def weight_bytes(
         if spec.kind is Kind.MATRIX and form is not None:
             out, size = reversed(spec.shape) if spec.transposed else spec.shape
             total += int(out * per_row(form, size))
-        elif spec.kind in (Kind.CODES, Kind.POWERS) and target.has_kernels:
-            total += _tiled_bytes(spec)
-        elif spec.role is not Role.HEAD:
+        elif spec.kind not in OF_EXPERTS and spec.role is not Role.HEAD:
             total += math.prod(spec.shape) * _itemsize(config, spec, target)
+    per_expert = functools.cache(lambda *forms: _expert_bytes(config, forms, target))
+    for layer in tensors.layers:
+        wholes = [layer[role] for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN) if role in layer]
+        if wholes:
+            firsts = [tensors.singles(whole)[0][0].module for whole in wholes]
+            total += wholes[0].shape[0] * per_expert(*(forms.get(one or "") for one in firsts))
     return total
 
 
-def _tiled_bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor of mxfp4 `[num, rows, blocks, ...]` as `TiledExperts` holds it: rows, of
-    gate and of up for themselves, in 64s, and columns by 4 blocks."""
-    num, rows, blocks, *block = spec.shape
-    halves = 2 if spec.role is Role.EXPERTS_UP else 1
-    padded = halves * math.ceil(rows / halves / 64) * 64
-    return num * padded * math.ceil(blocks / 4) * 4 * math.prod(block)
+def _expert_bytes(
+    config: ModelConfig, forms: Sequence[Scheme | Quantize | None], target: Target
+) -> int:
+    """Bytes of one expert's products, without biases, which are made here. forms: of gate and up,
+    and of down; mxfp4 has none."""
+    experts = config.experts
+    assert experts is not None
+    inner, hidden = experts.intermediate_size, config.hidden_size
+
+    def empty(form: Scheme | Quantize | None, out: int, size: int) -> ExpertWeights:
+        if experts.mxfp4:
+            blocks = torch.zeros(out, size // 2, dtype=torch.uint8, device=target.device)
+            weight: Weight = of_mxfp4(blocks, blocks[:, :: MX_BLOCK // 2])
+        else:
+            weight = empty_weight(form, out, size, target)
+        return ExpertWeights.of("", [[weight]])
+
+    up, down = empty(forms[0], 2 * inner, hidden), empty(forms[1], hidden, inner)
+    if target.has_kernels:
+        made: object = gpu_experts(up, down, target, None, gelu=False)
+    else:
+        made = [projection(one.each[0], None, None, target) for one in (up, down)]
+    return sum(tensor.nbytes for tensor in held_tensors(made))
 
 
 def _itemsize(config: ModelConfig, spec: TensorSpec, target: Target) -> int:
     """Bytes of one element of a tensor that is not quantised, in all its copies."""
     kind, dtype, layout = spec.kind, target.dtype, target.layout
-    if kind in (Kind.MATRIX, Kind.EXPERTS):
+    if kind is Kind.MATRIX:
         return layout.itemsize(dtype)
     if kind is Kind.HEAD and spec.role is Role.ROUTER:
         return layout.head_itemsize(dtype, tied=False)
-    if kind in (Kind.CODES, Kind.POWERS):
-        return 2 * layout.itemsize(dtype) if kind is Kind.CODES else 0  # two values in a byte
     wide = kind is Kind.VECTOR or (kind is Kind.NORM and config.norm_offset)
     return 4 if wide else dtype.itemsize

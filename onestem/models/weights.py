@@ -129,6 +129,9 @@ class _RandomSource:
     def weight(self, spec: TensorSpec) -> Tensor:
         return self(spec)
 
+    def singles(self, spec: TensorSpec) -> None:
+        return None
+
     def _fill(self, tensor: Tensor, spec: TensorSpec) -> None:
         # 32 bits: the CPU's generator ignores higher ones.
         seed = zlib.crc32(f"{self.seed} {spec.name}".encode())

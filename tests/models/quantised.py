@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "dequantised", "mxfp4", "quantised", "unchanged"]
+__all__ = ["FORMATS", "Format", "dequantised", "fp8_blocks", "mxfp4", "quantised", "unchanged"]
 
 GROUP = 32
 
@@ -243,6 +243,16 @@ _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True
 _FLOAT_ROWS = {**_TOKEN, "type": "float"}
 _GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": True, "sym": False}
 _BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def fp8_blocks(rows: int, columns: int) -> Format:
+    """Blocks of a size, as models' authors store them."""
+    return Format(
+        {**_BLOCK, "weight_block_size": [rows, columns]},
+        _float8(rows, columns, "weight_scale_inv", torch.float32),
+    )
+
+
 _GROUPS = {"group_size": GROUP}
 
 FORMATS: dict[str, Format] = {
@@ -254,10 +264,7 @@ FORMATS: dict[str, Format] = {
         _compressed("float-quantized", _weights("float", 8, "channel"), _FLOAT_ROWS),
         _float8(1, None, "weight_scale", torch.float32),
     ),
-    "fp8 in blocks": Format(
-        {**_BLOCK, "weight_block_size": [24, 40]},
-        _float8(24, 40, "weight_scale_inv", torch.float32),
-    ),
+    "fp8 in blocks": fp8_blocks(24, 40),
     "fp8 per tensor of authors": Format(
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda weight, index: _with_input_scale(weight, index),

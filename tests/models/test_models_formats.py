@@ -546,34 +546,3 @@ def test_errors_of_mxfp4_are_told(tmp_path: Path) -> None:
     # The bytes are random: weights against the original are as far off as two random ones are.
     against = list(format_errors(path, dtype=torch.float32, device=CPU, original=original))
     assert all(one.weights > 0.9 and one.products > 0.9 for one in against)
-
-
-def test_quantised_experts_are_widened(tmp_path: Path) -> None:
-    """Experts of a quantised checkpoint are read one by one, in the model's dtype; what stands
-    beside them has its format."""
-    original = make_tiny("mixtral", tmp_path / "mixtral")
-    form = FORMATS["int8 without rounding of rows"]
-    path = quantised(original, tmp_path / "quantised", form)
-    plain = dequantised(original, tmp_path / "plain", form)
-    first, second = (load_decoder(one, dtype=torch.float32, device="cpu") for one in (path, plain))
-    assert "from int8" in first.layers[0].qkv.kind
-    assert sum("experts" in module for module in checked_config(path)[1]) == 2 * 4 * 3
-    off = (log_probabilities(first, IDS) - log_probabilities(second, IDS)).abs().max()
-    assert off < 1e-4
-    alone, against = (
-        list(format_errors(path, dtype=torch.float32, device=CPU, original=one))
-        for one in (None, original)
-    )
-    modules = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
-    modules += [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
-    assert [one.module for one in alone] == [one.module for one in against] == modules
-    assert all(one.weights is None and one.products < 1e-5 for one in alone[8:])
-    # The same rounding as of the other modules; three products of it.
-    assert all(0.5 < one.weights / against[0].weights < 2 for one in against[8:])
-    assert all(one.weights < one.products < 4 * one.weights for one in against[8:])
-    rounded = load_decoder(original, dtype=torch.bfloat16, device="cpu", quantization="int8")
-    config = rounded.config
-    expected = weight_bytes(
-        config, torch.bfloat16, CPU, formats_of(config, "int8", torch.bfloat16, CPU)
-    )
-    assert expected == rounded.weight_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from onestem.ops.experts import MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
 from onestem.ops.triton.experts import GroupedExperts, route, sort_rows
 from onestem.ops.triton.tiled import Tiles
-from onestem.ops.triton.tiled_experts import TiledExperts
+from onestem.ops.triton.tiled_experts import ExpertCodes, TiledExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(32, 16, stages=2, columns=32)
@@ -113,9 +112,7 @@ def test_grouped_experts(
     up, down = drawn(num, 2 * inner, hidden, seed=1) / 6, drawn(num, hidden, inner, seed=2) / 6
     biases = (drawn(num, 2 * inner, seed=3), drawn(num, hidden, seed=4)) if bias else (None, None)
     clamp = (1.7, 1.5) if bias else None
-    experts = GroupedExperts(
-        GroupedWeight(up, None, biases[0]), GroupedWeight(down, None, biases[1]), clamp
-    )
+    experts = GroupedExperts(GroupedWeight(up, biases[0]), GroupedWeight(down, biases[1]), clamp)
     scores, chosen = drawn(rows, num, seed=5).topk(top_k)
     got = experts(x, scores.contiguous(), chosen)
     exact = written_out(x, scores, chosen, up, down, biases if bias else ())
@@ -144,11 +141,9 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
     up, down = mxfp4(num, 2 * inner, hidden), mxfp4(num, hidden, inner)
     bias = tuple(drawn(num, size, seed=size) for size in (2 * inner, hidden)) if rows > 1 else ()
     clamp = (1.7, 1.5) if bias else None
-    if bias:
-        up, down = replace(up, bias=bias[0]), replace(down, bias=bias[1])
     x, logits = drawn(rows, hidden), drawn(rows, num, seed=1)
     scores, chosen = logits.softmax(-1).topk(top_k)
-    experts = TiledExperts.of(up, down, clamp)
+    experts = TiledExperts.of(up, down, bias or (None, None), clamp)
     got = experts(x, scores.contiguous(), chosen)
     exact = written_out(x, scores, chosen, converted(up), converted(down), bias)
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
@@ -161,31 +156,32 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
 
 def test_scales_of_mxfp4_from_the_least_to_the_largest() -> None:
     # Gate and up are the row itself: 1 is 2 (of exponent 1) times a scale of 1/2.
-    values = torch.zeros(1, 64, 16, dtype=torch.uint8, device=DEVICE)
-    line = torch.arange(64, device=DEVICE)
-    values[0, line, line % 32 // 2] = (4 << 4 * (line % 2)).to(torch.uint8)
-    up = GroupedWeight(values, torch.full((1, 64, 1), 126, dtype=torch.uint8, device=DEVICE))
-    assert torch.equal(up.dense(0, torch.float32), torch.eye(32, device=DEVICE).repeat(2, 1))
-    down = mxfp4(1, 4, 32)
-    assert down.scales is not None
-    down.scales[0, :, 0] = torch.tensor([0, 1, 64, MAX_POWER], dtype=torch.uint8, device=DEVICE)
+    codes = 4 * torch.eye(32, dtype=torch.uint8, device=DEVICE).repeat(2, 1)
+    powers = torch.full((64, 1), 126, dtype=torch.uint8, device=DEVICE)
+    up = ExpertCodes(codes, powers)
+    assert torch.equal(converted([up])[0], torch.eye(32, device=DEVICE).repeat(2, 1))
+    powers = torch.tensor([[0], [1], [64], [MAX_POWER]], dtype=torch.uint8, device=DEVICE)
+    down = mxfp4(1, 4, 32)[0]._replace(powers=powers)
     x = 8 * torch.eye(32, device=DEVICE)
     ones = torch.ones(32, 1, device=DEVICE)
-    got = TiledExperts.of(up, down, None)(x, ones, torch.zeros_like(ones).int())
-    exact = (x * torch.sigmoid(x) * x).double() @ down.dense(0, torch.float64).T
+    got = TiledExperts.of([up], [down])(x, ones, torch.zeros_like(ones).int())
+    exact = (x * torch.sigmoid(x) * x).double() @ converted([down])[0].double().T
     torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
 
 
-def mxfp4(num: int, rows: int, columns: int) -> GroupedWeight:
-    """Random bytes: every value of four bits, scales of 1/32 to 1/4."""
+def mxfp4(num: int, rows: int, columns: int) -> list[ExpertCodes]:
+    """Random codes: every value of four bits, scales of 1/32 to 1/4."""
     generator = torch.Generator().manual_seed(rows)
     draw = functools.partial(torch.randint, generator=generator, dtype=torch.uint8)
-    values = draw(0, 256, (num, rows, columns // 2))
-    return GroupedWeight(values.to(DEVICE), draw(122, 126, (num, rows, columns // 32)).to(DEVICE))
+    codes = draw(0, 16, (num, rows, columns)).to(DEVICE)
+    powers = draw(122, 126, (num, rows, columns // 32)).to(DEVICE)
+    pairs = zip(codes, powers, strict=True)
+    return [ExpertCodes(*pair) for pair in pairs]
 
 
-def converted(weight: GroupedWeight) -> Tensor:
+def converted(weights: list[ExpertCodes]) -> Tensor:
     """[num, out_features, in_features] float32, by transformers."""
-    assert weight.scales is not None
-    blocks = weight.values.unflatten(-1, (-1, 16))
-    return convert_moe_packed_tensors(blocks, weight.scales, dtype=torch.float32).transpose(1, 2)
+    codes = torch.stack([one.codes for one in weights])
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, 16))
+    powers = torch.stack([one.powers for one in weights])
+    return convert_moe_packed_tensors(blocks, powers, dtype=torch.float32).transpose(1, 2)

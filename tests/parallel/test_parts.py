@@ -231,6 +231,17 @@ def test_experts_of_four_bits(tiny: Tiny, tmp_path: Path) -> None:
         load_decoder(path, **FLOAT32, ranks=Ranks(0, 4, None))
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8 per channel", "gptq, act-order"])
+def test_quantised_experts(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Cut by columns; int8's rows are rounded as the whole rows are."""
+    path = quantised(tiny("mixtral"), tmp_path / "quantised", FORMATS[name])
+    decoders, found = together(path, 2)
+    check(found, logits_of(load_decoder(path, **FLOAT32)))
+    of_ranks = [decoder.layers[1].mlp.products.experts for decoder in decoders]
+    sizes = [32, 64] if "gptq" in name else [48, 48]
+    assert [mlps[3].down.in_features for mlps in of_ranks] == sizes
+
+
 @pytest.mark.parametrize("rows", ["as they are", "rounded"])
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 def test_parts_are_rounded_when_they_are_loaded(
@@ -240,7 +251,7 @@ def test_parts_are_rounded_when_they_are_loaded(
     options = {"quantization": form}
     if rows == "as they are":
         monkeypatch.setattr(products, "is_built", lambda: False)
-    for family in ("phi", "gpt2"):
+    for family in ("phi", "gpt2", "mixtral"):
         whole = load_decoder(tiny(family), **FLOAT32, **options)
         for size in SIZES:
             decoders, found = together(tiny(family), size, **options)

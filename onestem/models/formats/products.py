@@ -56,6 +56,7 @@ __all__ = [
     "GpuGroups",
     "RoundedHead",
     "Target",
+    "empty_weight",
     "kinds_of",
     "projection",
     "row_bytes",
@@ -126,13 +127,16 @@ def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
     """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
     few rows that are made here."""
     some = 128
-    if isinstance(form, Scheme):
-        weight: Weight = _empty(form, some, size, target.device)
-    else:
-        zeros = torch.zeros(some, size, dtype=target.dtype, device=target.device)
-        weight = rounded_weight(zeros, form)
-    product = projection([weight], None, None, target)
+    product = projection([empty_weight(form, some, size, target)], None, None, target)
     return sum(tensor.nbytes for tensor in held_tensors(product)) / some
+
+
+def empty_weight(form: Scheme | Quantize | None, out: int, size: int, target: Target) -> Weight:
+    """A weight of zeros in a format; None: the target's dtype."""
+    if isinstance(form, Scheme):
+        return _empty(form, out, size, target.device)
+    zeros = torch.zeros(out, size, dtype=target.dtype, device=target.device)
+    return zeros if form is None else rounded_weight(zeros, form)
 
 
 def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:

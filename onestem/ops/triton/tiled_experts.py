@@ -7,6 +7,7 @@ rest is as in `onestem.ops.triton.experts`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.experts import MX_BLOCK, GroupedWeight
+from onestem.ops.experts import MX_BLOCK
 from onestem.ops.triton.experts import (
     bias_of,
     choose_tiles,
@@ -27,7 +28,7 @@ from onestem.ops.triton.experts import (
 )
 from onestem.ops.triton.tiled import Tiles, in_blocks, in_words
 
-__all__ = ["TiledExperts"]
+__all__ = ["ExpertCodes", "TiledExperts"]
 
 _ROWS = tl.constexpr(64)  # adjacent rows of a weight
 _PLANE = tl.constexpr(MX_BLOCK)  # columns that share a scale and a place in words
@@ -173,6 +174,18 @@ def _down_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=inside[None, :] & in_n[:, None])
 
 
+class ExpertCodes(NamedTuple):
+    """An expert's weight in mxfp4; of gate and up, gate first.
+
+    Attributes:
+        codes: uint8 `[rows, columns]`: e2m1.
+        powers: uint8 `[rows, columns / 32]`: of two; 127 is 1.
+    """
+
+    codes: Tensor
+    powers: Tensor
+
+
 class _Packed(NamedTuple):
     """A weight of all experts as the kernels read it.
 
@@ -185,17 +198,13 @@ class _Packed(NamedTuple):
     bias: Tensor | None
 
     @staticmethod
-    def of(weight: GroupedWeight, halves: int) -> _Packed:
-        assert weight.scales is not None
+    def of(weights: Sequence[ExpertCodes], bias: Tensor | None, halves: int) -> _Packed:
         values, powers = [], []
-        # One matrix after the other: the intermediate tensors take twice its memory.
-        pairs = weight.values.flatten(0, 1).chunk(halves * len(weight.values))
-        scales = weight.scales.flatten(0, 1).chunk(len(pairs))
-        for pair, scale in zip(pairs, scales, strict=True):
-            codes = torch.stack((pair & 15, pair >> 4), dim=-1).flatten(1)
-            values.append(in_words(in_blocks(codes, 4 * MX_BLOCK)))
-            powers.append(in_blocks(scale, 4).view(torch.int32).squeeze(-1))
-        return _Packed(torch.stack(values), torch.stack(powers), weight.bias)
+        for weight in weights:
+            values += [in_words(in_blocks(one, 4 * MX_BLOCK)) for one in weight.codes.chunk(halves)]
+            parts = [in_blocks(one, 4) for one in weight.powers.chunk(halves)]
+            powers += [one.view(torch.int32).squeeze(-1) for one in parts]
+        return _Packed(torch.stack(values), torch.stack(powers), bias)
 
     @property
     def chunks(self) -> int:
@@ -219,11 +228,16 @@ class TiledExperts:
 
     @staticmethod
     def of(
-        up: GroupedWeight, down: GroupedWeight, clamp: tuple[float, float] | None = None
+        up: Sequence[ExpertCodes],
+        down: Sequence[ExpertCodes],
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        clamp: tuple[float, float] | None = None,
     ) -> TiledExperts:
-        """The experts of two weights in mxfp4, with scales of at most `MAX_POWER`."""
-        num, inner, hidden = len(up.values), up.values.shape[1] // 2, down.values.shape[1]
-        return TiledExperts(_Packed.of(up, 2), _Packed.of(down, 1), num, inner, hidden, clamp)
+        """The experts of two weights, with powers of at most `MAX_POWER`. biases: `[num,
+        out_features]` of both."""
+        inner, hidden = len(up[0].codes) // 2, len(down[0].codes)
+        packed = _Packed.of(up, biases[0], 2), _Packed.of(down, biases[1], 1)
+        return TiledExperts(*packed, len(up), inner, hidden, clamp)
 
     def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertProducts`."""

@@ -1,0 +1,155 @@
+"""What `onestem pml compare` does with a file of questions: answers them in every isolation, and
+says which one to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import comb
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from onestem.batch.lines import lines_of, open_file, unseen
+from onestem.checked import Object, check
+from onestem.cli.pml_run import load_library
+from onestem.errors import ConfigError
+from onestem.openai.read import read_object
+from onestem.pml import Prompt, parse_prompt
+from onestem.request import SamplingParams
+
+if TYPE_CHECKING:
+    from onestem.llm import LLM
+
+__all__ = ["ask_all", "read_questions", "summary", "summary_lines"]
+
+CHANCE = 0.05
+FEW = 30  # questions; fewer show large differences alone
+
+
+class Question(NamedTuple):
+    """A prompt, and what is in a right answer to it; None: not known."""
+
+    place: str
+    prompt: Prompt
+    answer: str | None
+
+
+class Line(Object):
+    """A line of a file of questions."""
+
+    pml: str
+    answer: str | None = None
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSONL file, of which each line is {"pml": MARKUP, "answer": TEXT}.
+
+    Raises:
+        ConfigError: there is none.
+        RequestError: with the line, if one is something else.
+    """
+    found = []
+    with open_file(path) as file:
+        for number, raw in lines_of(file, unseen):
+            if isinstance(raw, Exception):
+                raise raw
+            place = f"{path}:{number}"
+            line = check(Line, read_object(raw, place), place)
+            found.append(Question(place, parse_prompt(line.pml, file=place), line.answer))
+    if not found:
+        raise ConfigError(
+            f"{path} holds no question: a line of it is {{'pml': ..., 'answer': ...}}"
+        )
+    return found
+
+
+def ask_all(
+    llm: LLM,
+    path: Path,
+    questions: Sequence[Question],
+    isolations: Sequence[str],
+    params: SamplingParams,
+    schemas: list[Path] | None,
+) -> list[dict[str, Any]]:
+    """Facts of each question, for JSON: its text in each isolation, whether that is right (it has
+    the answer in it, in any case), and how many prompt tokens were computed for it."""
+    prompts = [question.prompt for question in questions]
+    for prompt in {prompt.schema: prompt for prompt in prompts}.values():
+        load_library(llm, path, prompt, schemas)
+    facts: list[dict[str, Any]] = [
+        {"prompt": question.place, "answer": question.answer, "texts": {}, "computed_tokens": {}}
+        for question in questions
+    ]
+    for isolation in isolations:
+        outputs = llm.generate_pml(prompts, params, isolation=isolation)
+        for one, output in zip(facts, outputs, strict=True):
+            one["texts"][isolation] = output.outputs[0].text
+            one["computed_tokens"][isolation] = output.metrics.num_computed_tokens
+    for one in facts:
+        if (answer := one["answer"]) is not None:
+            one["right"] = {
+                isolation: answer.lower() in text.lower()
+                for isolation, text in one["texts"].items()
+            }
+    return facts
+
+
+def summary(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of each isolation, and the verdict.
+
+    `lost` are questions that `off` has right and this isolation has not, `won` the others of which
+    one alone is right. `chance` is the probability of as many losses or more among them if both
+    were equally good (a sign test).
+    """
+    known = [one for one in facts if one["answer"] is not None]
+    modes: dict[str, dict[str, Any]] = {}
+    for isolation in facts[0]["texts"]:
+        modes[isolation] = counts = {
+            "computed_tokens": sum(one["computed_tokens"][isolation] for one in facts),
+            "equal_to_off": sum(one["texts"][isolation] == one["texts"]["off"] for one in facts),
+        }
+        if known:
+            marks = [(one["right"]["off"], one["right"][isolation]) for one in known]
+            lost, won = marks.count((True, False)), marks.count((False, True))
+            tail = sum(comb(lost + won, count) for count in range(lost, lost + won + 1))
+            counts |= {"right": sum(mark for _, mark in marks), "lost": lost, "won": won}
+            counts["chance"] = tail / 2 ** (lost + won)
+    told: dict[str, Any] = {"questions": len(facts), "with_answers": len(known), "modes": modes}
+    return told | {"verdict": _verdict(told)}
+
+
+def _verdict(told: Mapping[str, Any]) -> str:
+    off, *cached = told["modes"].items()
+    count, known = told["questions"], told["with_answers"]
+    if not known:
+        name, best = max(cached, key=lambda mode: mode[1]["equal_to_off"])
+        if best["equal_to_off"] == count:
+            return f"use {name}: all {count} answers are those of off"
+        return (
+            f"use off, unless other answers are as good: {name} has off's text in "
+            f'{best["equal_to_off"]} of {count}; with "answer" in the lines, right ones are counted'
+        )
+    few = f"; {known} questions show large losses alone, ask {FEW} or more" if known < FEW else ""
+    kept = [mode for mode in cached if mode[1]["chance"] >= CHANCE]
+    if kept:
+        name, best = max(kept, key=lambda mode: mode[1]["right"])
+        return (
+            f"use {name}: {best['right']} of {known} right, off {off[1]['right']}, a difference "
+            f"that chance explains{few}"
+        )
+    name, best = max(cached, key=lambda mode: mode[1]["right"])
+    return (
+        f"use off: {name} loses {best['lost']} right answers of off's {off[1]['right']} and wins "
+        f"{best['won']}, more than chance explains{few}"
+    )
+
+
+def summary_lines(name: str, told: Mapping[str, Any]) -> Iterator[str]:
+    """`summary`, for people."""
+    yield f"{name}: {told['questions']} questions, {told['with_answers']} with answers"
+    for isolation, counts in told["modes"].items():
+        right = f"{counts['right']} right, " if "right" in counts else ""
+        yield (
+            f"  {isolation:9} {right}{counts['equal_to_off']} with the text of off, "
+            f"{counts['computed_tokens']} prompt tokens computed"
+        )
+    yield told["verdict"]
