@@ -145,7 +145,7 @@ class Message(_Sent):
         if self.role != "tool" and self.tool_call_id is not None:
             raise RequestError(f"tool_call_id of role {self.role}, expected of role tool")
         has_more = self.tool_calls or self.reasoning_content or self.reasoning
-        if self.content is None and not has_more:
+        if self.content is None and not has_more and self.role != "tool":
             raise RequestError("content is missing, expected text or a list of text parts")
         return self
 

@@ -27,7 +27,7 @@ SMOLLM3 = (
     "{% if tools %}<|system|>{{ tools | tojson }} <tool_call>{...}</tool_call><|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     + _ASK
-    + "{% if add_generation_prompt and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
+    + "{% if add_generation_prompt and enable_thinking is false %}<think>\n\n</think>\n{% endif %}"
 )
 MISTRAL = (
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
@@ -55,8 +55,8 @@ DEEPSEEK_V31 = (
     " + '<｜tool▁call▁end｜>' }}{% endfor %}<｜tool▁calls▁end｜>{% endif %}<｜end▁of▁sentence｜>"
     "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>"
     "{% elif m.role == 'system' %}{{ m.content }}{% else %}<｜User｜>{{ m.content }}<｜Assistant｜>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and thinking %}<think>{% endif %}"
+    "{# </think> #}"
 )
 KIMI = (
     "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"

@@ -228,7 +228,13 @@ class AnswerReader:
         return True
 
     def _read_tail(self) -> bool:
-        if self._skip(self._form.tail) is None:
+        tail, begun = self._form.tail, self._buffer.lstrip()
+        if tail[:1] == "}" and (not begun or begun[0] == ","):  # an id after the arguments
+            end = begun.find("}")
+            if end < 0 and len(begun) < LONGEST_HEAD:
+                return False
+            self._buffer = begun[max(0, end) :]
+        if self._skip(tail) is None:
             return False
         self._read = self._read_after
         return True
