@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -199,14 +200,32 @@ def test_models_says_what_a_directory_needs_before_it_is_loaded(model, tmp_path)
     assert "nearest family that works is LlamaForCausalLM" in done.stderr
 
 
+def perplexity_of(path, text=None):
+    """Of a text's first 4,000 tokens (None: Python's help topics), in float32."""
+    from pydoc_data.topics import topics
+
+    text = text or "\n\n".join(topics[name] for name in sorted(topics))
+    with LLM(path, dtype="float32", device="cpu", kv_memory="16MiB") as llm:
+        ids = llm.tokenizer.encode(text[:32_000], add_special_tokens=False)
+        values = llm.score([ids[:4000]])[0].token_logprobs
+    return math.exp(-sum(values) / len(values))
+
+
 def test_models_tells_what_a_format_adds(model, tmp_path):
     path = quantised(model, tmp_path / "awq", FORMATS["awq"])
     found = json.loads(onestem("models", path, "--check", "--original", model, "--json").stdout)
     assert found["quantization"] == "awq"
     assert [one["module"] for one in found["errors"]][-1] == "model.layers.1.mlp.down_proj"
     assert all(0.01 < one["weights"] < 0.2 for one in found["errors"])
-    lines = onestem("models", model, "--quantization", "int8", "--check").stdout.splitlines()
+    rounded, exact = found["perplexity"]["loaded"], found["perplexity"]["float32"]
+    assert exact == pytest.approx(perplexity_of(model), rel=1e-4)
+    assert rounded == pytest.approx(perplexity_of(path), rel=1e-4) != exact
+    assert found["perplexity"]["verdict"].startswith(f"{rounded / exact - 1:+.1%}, ")
+    alone = onestem("models", path, "--check").stdout.splitlines()[-1]
+    assert alone.endswith("--original DIR compares with the weights that were quantised")
+    *lines, last = onestem("models", model, "--quantization", "int8", "--check").stdout.splitlines()
     assert "quantised: int8" in lines
+    assert f", in float32 {exact:.2f} (4000 tokens of Python's help topics): " in last
     told = [line for line in lines if "int8 per channel" in line and "weights off by 0." in line]
     assert len(told) == 7 * 2 + 1  # two layers, and the head
     assert told[-1].startswith("lm_head:")
@@ -215,13 +234,27 @@ def test_models_tells_what_a_format_adds(model, tmp_path):
     assert "are not quantised" in onestem("models", model, "--original", model, code=2).stderr
 
 
-def test_plain_weights_pass_a_check(model):
+def test_plain_weights_pass_a_check(model, tmp_path):
     """Nothing is quantised: that is no failure."""
-    told = onestem("models", model, "--check", "--device", "cpu").stdout.splitlines()
-    assert told[-1] == (
+    text = tmp_path / "text"
+    text.write_text("a text of ours " * 9)
+    *_, told, last = onestem("models", model, "--text", text, "--device", "cpu").stdout.splitlines()
+    assert told == (
         "check: nothing is quantised, so there are no errors of a format; the files are complete"
     )
-    assert json.loads(onestem("models", model, "--check", "--json").stdout)["errors"] == []
+    found = perplexity_of(model, text.read_text())
+    assert last.startswith(f"perplexity: {found:.2f} (")
+    assert last.endswith(f"tokens of {text}): these are its weights in float32")
+    text.write_bytes(b"\xff")
+    assert (
+        "cannot be read: it is not UTF-8" in onestem("models", model, "--text", text, code=2).stderr
+    )
+    (tmp_path / "no-words").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, tmp_path / "no-words")
+    found = json.loads(onestem("models", tmp_path / "no-words", "--check", "--json").stdout)
+    assert found["errors"] == []
+    assert found["perplexity"] is None
 
 
 def plain_lines(count: int) -> list[dict]:

@@ -48,7 +48,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=engine.seed
     )
     llm = options.load_llm(options.named_model(context, engine, name))
-    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+    if not options.has_template(llm):
         raise ConfigError(
             f"{llm.name} has no chat template: `onestem generate` goes on with a text"
         )

@@ -60,7 +60,7 @@ def generate(
     )
     llm = options.load_llm(engine)
     if chat is None:
-        chat = llm.tokenizer is not None and llm.tokenizer.has_chat_template
+        chat = options.has_template(llm)
     if system is not None and not chat:
         raise ConfigError(f"--system is for chats, and {llm.name} has no chat template")
     if chat:

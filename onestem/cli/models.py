@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from onestem.models.format_errors import FormatError
+    from onestem.models.local import LocalModel
     from onestem.needs import Needs
 
 __all__ = ["models"]
@@ -39,11 +40,15 @@ def models(
         typer.Argument(metavar="DIR", help="Directory, GGUF file, shape:NAME, or hub name."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Read the weights, and show the errors of their format.")
+        bool, typer.Option("--check", help="Load it; show its format's errors, and its perplexity.")
     ] = False,
     original: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The weights that were quantised, to check against."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of the perplexity (default: Python's help topics)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
@@ -51,8 +56,9 @@ def models(
     packages, the hub's cache, Ollama's store, and GGUF files. With a model: show what it would need
     on this machine, and whether its files are complete. No weights are loaded.
 
-    With --check the relative errors of products of quantised weights with random rows are shown;
-    with --quantization or --original, errors of weights too.
+    With --check the relative errors of products of quantised weights with random rows are shown
+    (with --quantization or --original, errors of weights too), and the perplexity of a text, beside
+    that of the float32 form.
 
     Exit code: 0 if it would run, 1 if files are missing or memory is too small, 2 if it is not
     supported.
@@ -60,26 +66,34 @@ def models(
     if model is None:
         _list(as_json)
         return
+    from onestem.cli.models_check import perplexity
     from onestem.needs import needs_of
 
     needs = needs_of(engine)
-    checks = check or original is not None
+    checks = check or original is not None or text is not None
     errors: Iterable[FormatError] = ()
-    if checks and needs.problem is None:
+    loads = checks and needs.problem is None
+    if loads:
         errors = _errors(engine, needs, original)
     if as_json:
-        told = {"errors": [asdict(one) for one in errors]} if checks else {}
+        told: dict[str, Any] = {"errors": [asdict(one) for one in errors]} if checks else {}
+        if loads:
+            found = perplexity(engine, needs, original, text)
+            told["perplexity"] = found and asdict(found)
         typer.echo(json.dumps(asdict(needs) | told))
     else:
         _show(needs)
         num = 0
         for num, one in enumerate(errors, 1):  # noqa: B007
             typer.echo(_error_line(one))
-        if checks and needs.problem is None and not num:
+        if loads and not num:
             typer.echo(
                 "check: nothing is quantised, so there are no errors of a format; the files are "
                 "complete"
             )
+        if loads:
+            found = perplexity(engine, needs, original, text)
+            typer.echo(_printed(str(found or "perplexity: none, for want of a tokenizer")))
     raise typer.Exit(1 if needs.problem else 0)
 
 
@@ -96,7 +110,12 @@ def _list(as_json: bool) -> None:
     _columns(known.items())
     if here:
         typer.echo("\nOn this machine (`onestem chat NAME`):")
-        _columns((one.name, f"{_size(one.num_bytes)}, {one.kept_by}: {one.path}") for one in here)
+        _columns((one.name, _told(one)) for one in here)
+
+
+def _told(one: LocalModel) -> str:
+    lacks = f"; lacks {', '.join(one.lacks)}" if one.lacks else ""
+    return f"{_size(one.num_bytes)}, {one.kept_by}: {one.path}{lacks}"
 
 
 def _columns(rows: Iterable[tuple[str, str]]) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "has_template",
     "load_llm",
     "named_model",
     "with_options",
@@ -153,6 +154,11 @@ def named_model(context: typer.Context, engine: EngineOptions, name: str | None)
     if told not in (None, name):
         raise ConfigError(f"the model is {name!r}, and --model is {told!r}: give one of them")
     return engine.replace(model=name)
+
+
+def has_template(llm: LLM) -> bool:
+    """Whether a model has a chat template."""
+    return llm.tokenizer is not None and llm.tokenizer.has_chat_template
 
 
 def load_llm(options: EngineOptions) -> LLM:

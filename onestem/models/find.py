@@ -59,6 +59,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if path.is_file():
         what, way_out = _FORMATS.get(path.suffix.lower(), ("a file", "give a model's directory"))
         raise ConfigError(f"model {name!r} is {what}: {way_out}")
+    if path.suffix.lower() in _FORMATS:
+        raise ConfigError(f"model {name!r}: there is no such file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         if (here := find_local(name)) is not None:
             return here

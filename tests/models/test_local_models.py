@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from onestem.cli.app import app
 from onestem.errors import ConfigError
 from onestem.models import local
+from onestem.models.find import find_model
 from onestem.models.local import find_local, local_models, names_of
 
 
@@ -136,3 +138,61 @@ def test_odd_names_are_listed_on_one_line(home):
     assert done.exit_code == 0
     (line,) = [line for line in done.stdout.splitlines() if "a\\n" in line]
     assert line.startswith("  a\\n\\udcff ")
+
+
+def hub_model(home, files=("config.json", "model-1.safetensors", "model-2.safetensors")):
+    """A repository as the hub's client caches it: links to blobs."""
+    repository = home / "hub" / "models--Owner--Small-1B"
+    make(repository / "refs" / "main", "abc")
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    for name in files:
+        blob = make(repository / "blobs" / name, "12345")
+        (repository / "snapshots" / "abc" / name).symlink_to(blob)
+    return repository
+
+
+@pytest.mark.parametrize("gone", ["model-2.safetensors", "config.json"])
+def test_a_repository_with_a_broken_link_is_listed_with_it(home, gone):
+    repository = hub_model(home)
+    assert [one.lacks for one in local_models()] == [()]
+    (repository / "blobs" / gone).unlink()
+    (one,) = local_models()
+    assert (one.name, one.kept_by, one.lacks) == ("small-1b", "hub", (gone,))
+    assert one.num_bytes == (10 if gone == "config.json" else 5)
+    line = CliRunner().invoke(app, ["models"]).stdout.splitlines()[-1]
+    assert line.endswith(f"{repository / 'snapshots' / 'abc'}; lacks {gone}")
+
+
+def test_the_main_revision_is_taken_or_the_newest(home):
+    repository = hub_model(home)
+    for age, name in enumerate(("newer", "older")):
+        folder = make(repository / "snapshots" / name / "config.json", "{}").parent
+        make(folder / "model.safetensors")
+        os.utime(folder, (2_000_000_000 - age,) * 2)
+    assert [one.path.name for one in local_models()] == ["abc"]
+    (repository / "refs" / "main").unlink()
+    assert [one.path.name for one in local_models()] == ["newer"]
+
+
+def test_a_split_file_says_which_parts_it_lacks(home):
+    for part in (1, 3):
+        make(home / "here" / f"big-0000{part}-of-00004.gguf", "1234")
+    (one,) = local_models()
+    assert (one.name, one.num_bytes) == ("big", 8)
+    assert one.lacks == ("big-00002-of-00004.gguf", "big-00004-of-00004.gguf")
+
+
+def test_names_that_ollama_took_from_the_hub(home):
+    store = home / ".ollama" / "models"
+    paths = {}
+    for owner, digest in (("Bartowski", "aa"), ("unsloth", "bb")):
+        for tag in ("latest", "Q4_K_M"):
+            layers = [{"mediaType": local.MODEL_LAYER, "digest": f"sha256:{digest}{tag}"}]
+            manifest = store / "manifests" / "hf.co" / owner / "Small-GGUF" / tag
+            make(manifest, json.dumps({"layers": layers}))
+            paths[owner, tag] = make(store / "blobs" / f"sha256-{digest}{tag}")
+    assert find_local("hf.co/bartowski/Small-GGUF") == paths["Bartowski", "latest"]
+    assert find_model("hf.co/unsloth/small-gguf:latest") == paths["unsloth", "latest"]
+    assert find_model("hf.co/unsloth/Small-GGUF:Q4_K_M") == paths["unsloth", "Q4_K_M"]
+    with pytest.raises(ConfigError, match="may be any of"):
+        find_local("small-gguf")

@@ -84,3 +84,10 @@ def test_weights_of_another_name_are_told(tmp_path):
     (tmp_path / "consolidated.safetensors").touch()
     with pytest.raises(WeightsError, match=r"but consolidated\.safetensors: write the weights as"):
         file_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["models/foo.gguf", "foo.GGUF", "m/a.safetensors"])
+def test_a_file_that_is_not_there_is_not_looked_up_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match=f"model '{name}': there is no such file"):
+        find_model(name)

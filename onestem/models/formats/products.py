@@ -6,7 +6,7 @@
 | `Channels`, int8 | rows rounded to int8, Triton | rows rounded to int8, `onestem.ops.cpu.linear` |
 | `Groups` | Triton up to `GROUPS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits through `onestem.ops.cpu.linear` (16-bit dtypes); others in the model's dtype |
 
-Those in Triton are in `onestem.ops.triton.tiled`.
+Those in Triton are in `onestem.ops.triton.tiled` and `tiled_groups`.
 
 "In the model's dtype": the weight is converted when it is loaded. A CPU does so for all formats
 where the extension is not built. A product treats each of its rows by itself.
@@ -256,13 +256,14 @@ class GpuGroups(_Quantized):
     """Weights in groups through Triton; rows are not rounded."""
 
     def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
-        from onestem.ops.triton.tiled import TiledGroups
+        from onestem.ops.triton.tiled_groups import TiledGroups
 
         super().__init__(weight, bias, target)
         self.order = weight.order
         self.most = GROUPS_ROWS
+        numbers = weight.scales, weight.zeros, weight.minimums
         self.packed = TiledGroups.of(
-            weight.codes, weight.scales.float(), weight.zeros, weight.group, weight.bits
+            weight.codes, *numbers, weight.group, weight.bits, weight.table
         )
         self.scratch_bytes = 2 * weight.codes.numel()
 
@@ -271,10 +272,9 @@ class GpuGroups(_Quantized):
         """Whether the device and dtype have this product for the weight."""
         if target.dtype == torch.float32 or not target.multiplies(weight.codes.is_floating_point()):
             return False
-        from onestem.ops.triton.tiled import TiledGroups
+        from onestem.ops.triton.tiled_groups import TiledGroups
 
-        takes = TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
-        return takes and weight.has_whole_zeros
+        return TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self._ordered(x)
