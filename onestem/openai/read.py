@@ -26,6 +26,7 @@ from onestem.openai.schema import (
     ScoreBody,
     ToolChoice,
 )
+from onestem.openai.write import Dialect
 from onestem.rawtext import RawText, Span
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
 from onestem.scores import Encoder, ScoreTask
@@ -162,6 +163,7 @@ class Asked:
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
         is_free: whether the body asks for no format of its answers.
+        dialect: how its answer is written; None: as OpenAI's.
     """
 
     kind: Kind
@@ -179,6 +181,7 @@ class Asked:
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
     is_free: bool = True
+    dialect: Dialect | None = None
 
     @property
     def has_messages(self) -> bool:

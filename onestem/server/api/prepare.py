@@ -102,7 +102,8 @@ async def _held(model: ServedModel, tokenizer: BoundedTokenizer, asked: Asked) -
 
 async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
     """The call of a body: tokenised and checked, in a thread where that takes time."""
-    name = ID_OF[asked.kind] + secrets.token_hex(12)
+    prefix_of_id = ID_OF[asked.kind] if asked.dialect is None else asked.dialect.id_prefix
+    name = prefix_of_id + secrets.token_hex(12)
     prefixes, model = service.prefixes, service.model
     prefix = prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     tasks: list[ScoreTask] = []
@@ -127,6 +128,8 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         return_token_ids=asked.return_token_ids or model.tokenizer is None,
         echo=asked.echo,
         reading=_reading(tokenizer, asked, requests[0].prompt_token_ids),
+        dialect=asked.dialect,
+        is_kept=model.facts.options.share != "off",
         chunk_size=service.client.requests.chunk_size,
         arrived=arrived,
         seconds=asked.timeout or service.settings.timeout,
