@@ -23,6 +23,7 @@ from onestem.models.find import find_model
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
 from onestem.models.weights import load_decoder
+from onestem.ops.cpu import is_built
 from onestem.options import EngineOptions, parse_memory
 from onestem.parallel import Team
 from onestem.planner import default_order
@@ -171,9 +172,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of a name; `auto` is the model's, but float32 on a CPU without bf16 products."""
+    """The dtype of a name; `auto` is the model's, but float32 on a CPU without bf16 products.
+    Blocks of a GGUF file have products of their own there."""
     if name == "auto":
-        slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        has_blocks = config.quantization is not None and config.quantization.converts
+        bf16 = (has_blocks and is_built()) or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        slow = device.type == "cpu" and not bf16
         name = "float32" if slow else config.torch_dtype
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {name!r}, expected auto, float32, bfloat16 or float16")

@@ -14,11 +14,14 @@ from typing import Any, Literal
 from onestem.models.fields import Fields, is_integer
 from onestem.options import Quantize
 
-__all__ = ["Quantization", "Scheme", "Storage", "read_quantization"]
+__all__ = ["SMALL_MODEL", "Quantization", "Scheme", "Storage", "read_quantization"]
 
 Storage = Literal["float8", "int8", "packed", "gptq", "awq", "blocks"]
 
 BITS = (4, 8)
+
+SMALL_MODEL = 1e9
+"""Parameters. What rounding costs was measured on a model far below it (lab/notes/models.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from onestem.models.checkpoint import open_checkpoint, with_own_head
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.names import Role
-from onestem.models.quantization import Scheme
+from onestem.models.quantization import SMALL_MODEL, Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.sizes import kept_by, target_of
 from onestem.models.tensors import Kind, Tensors, TensorSpec
@@ -25,9 +25,6 @@ from onestem.options import Quantize
 __all__ = ["checked_config", "load_decoder", "random_decoder", "refuse_rounding_twice"]
 
 log = logging.getLogger(__name__)
-
-SMALL_MODEL = 1e9
-"""Parameters. What int4 costs was measured on a model far below it (lab/notes/models.md)."""
 
 
 def load_decoder(

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from onestem.batch import model_identity
+from onestem.build import pick_dtype
 from onestem.errors import WeightsError
 from onestem.models.checkpoint import open_checkpoint
 from onestem.models.config import ModelConfig
-from onestem.models.gguf import values
+from onestem.models.gguf import architectures, values
 from onestem.models.gguf.architectures import ARCHITECTURES
 from onestem.models.gguf.file import TYPES, RawTensor, open_gguf
 from onestem.models.gguf.values import values_of
@@ -22,6 +23,7 @@ from onestem.models.ranks import Ranks
 from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
 from onestem.needs import needs_of
+from onestem.ops.cpu import is_built
 from onestem.options import EngineOptions
 from tests.models.as_gguf import CHANGES, write_gguf
 from tests.models.dense import log_probabilities, oracle, prompt
@@ -144,6 +146,19 @@ def test_a_file_that_becomes_shorter(tmp_path):
 def test_dtype_of_most_weights(made, tmp_path, kind, dtype):
     file = write_gguf(made("llama"), tmp_path / "model.gguf", kind=kind)
     assert ModelConfig.from_directory(file).torch_dtype == dtype
+
+
+def test_blocks_of_large_models_stay(made, tmp_path, monkeypatch):
+    """Also on a CPU without instructions for bfloat16, as they have products of their own."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    cpu = torch.device("cpu")
+    small = ModelConfig.from_directory(write_gguf(made("llama"), tmp_path / "b.gguf", kind="Q8_0"))
+    assert pick_dtype("auto", small, cpu) == torch.float32
+    monkeypatch.setattr(architectures, "SMALL_MODEL", 1)
+    large = ModelConfig.from_directory(write_gguf(made("llama"), tmp_path / "b.gguf", kind="Q8_0"))
+    assert pick_dtype("auto", large, cpu) == (torch.bfloat16 if is_built() else torch.float32)
+    whole = ModelConfig.from_directory(write_gguf(made("llama"), tmp_path / "w.gguf", kind="BF16"))
+    assert pick_dtype("auto", whole, cpu) == torch.float32
 
 
 def test_parts_are_one_model(made, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from onestem.models.fields import Fields
 from onestem.models.gguf.file import GgufFile, open_gguf
 from onestem.models.gguf.header import List
 from onestem.models.names import Role
+from onestem.models.quantization import SMALL_MODEL
 
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "config_fields"]
 
@@ -430,12 +432,16 @@ def _rope_scaling(path: Path, file: GgufFile) -> Values | None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What most bytes are: 16 bits stay so, blocks become float32."""
+    """What most bytes are: 16 bits stay so. Blocks stay in bfloat16, but those of a small model,
+    which bears rounding least and needs little memory, become float32."""
     sizes: dict[str, int] = {}
     for one in file.tensors.values():
         sizes[one.kind] = sizes.get(one.kind, 0) + one.num_bytes
     most = max(sizes, key=lambda kind: sizes[kind])
-    return {"F16": "float16", "BF16": "bfloat16"}.get(most, "float32")
+    is_small = sum(math.prod(one.shape) for one in file.tensors.values()) < SMALL_MODEL
+    return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(
+        most, "float32" if is_small else "bfloat16"
+    )
 
 
 def _has(file: GgufFile, tensor: str) -> bool:
