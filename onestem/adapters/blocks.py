@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onestem.openai.tools import CallParser, ToolForm
+from onestem.openai.forms import AnswerReader, Reading
 
 __all__ = ["Block", "Blocks", "News", "named_event"]
 
@@ -23,6 +23,9 @@ def named_event(value: Mapping[str, Any]) -> str:
     return f"event: {value['type']}\ndata: {_json(value)}\n\n"
 
 
+Kind = Literal["reasoning", "text", "call"]
+
+
 @dataclass(slots=True)
 class Block:
     """A part of an answer.
@@ -30,14 +33,14 @@ class Block:
     Attributes:
         index: its place in the answer.
         text: what has come of it; of a call: its arguments.
-        name, number: of a call: its function, and its place among the calls.
+        name, call_id: of a call: its function, and its id.
     """
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
     text: str = ""
     name: str = ""
-    number: int = -1
+    call_id: str = ""
 
 
 News = tuple[Literal["begin", "more", "end"], Block, str]  # with the text that is new
@@ -47,43 +50,43 @@ class Blocks:
     """Reads an answer's text as it comes.
 
     Args:
-        form: of its calls; None: it has none.
+        reading: how it is read; None: it is text as it is.
+        name: the answer's, which ids of its calls depend on.
 
     Attributes:
         blocks: those that have begun.
     """
 
-    def __init__(self, form: ToolForm | None) -> None:
+    def __init__(self, reading: Reading | None, name: str) -> None:
         self.blocks: list[Block] = []
-        self._parser = None if form is None else CallParser(form)
+        self._reading, self._name = reading, name
+        self._reader = None if reading is None else AnswerReader(reading)
         self._open: Block | None = None
 
     @property
     def has_called(self) -> bool:
         """Whether there are calls, and the last one's arguments have ended."""
-        return self._parser is not None and self._parser.has_called
+        return self._reader is not None and self._reader.has_called
 
     def feed(self, text: str, *, ends: bool) -> list[News]:
         """Read more text; `ends`: the answer has no more."""
         news: list[News] = []
-        if self._parser is None:
+        if self._reading is None or self._reader is None:
             self._add(news, "text", text)
         else:
-            found = self._parser.feed(text)
-            if ends:
-                found += self._parser.finish()
-            for event in found:
+            form = self._reading.form
+            for event in (*self._reader.feed(text), *(self._reader.finish() if ends else ())):
                 if event.name:
-                    self._begin(news, "call", event.name, event.index)
-                elif event.arguments:
-                    self._add(news, "call", event.arguments)
-                else:
-                    self._add(news, "text", event.text)
+                    own = event.id or form.call_id(self._name, 0, event.index)
+                    self._begin(news, "call", event.name, own)
+                self._add(news, "reasoning", event.reasoning)
+                self._add(news, "call", event.arguments)
+                self._add(news, "text", event.text)
         if ends:
             self._end(news)
         return news
 
-    def _add(self, news: list[News], kind: Literal["text", "call"], text: str) -> None:
+    def _add(self, news: list[News], kind: Kind, text: str) -> None:
         if not text:
             return
         if self._open is None or self._open.kind != kind:
@@ -92,11 +95,9 @@ class Blocks:
         self._open.text += text
         news.append(("more", self._open, text))
 
-    def _begin(
-        self, news: list[News], kind: Literal["text", "call"], name: str = "", number: int = -1
-    ) -> None:
+    def _begin(self, news: list[News], kind: Kind, name: str = "", call_id: str = "") -> None:
         self._end(news)
-        self._open = Block(kind, len(self.blocks), name=name, number=number)
+        self._open = Block(kind, len(self.blocks), name=name, call_id=call_id)
         self.blocks.append(self._open)
         news.append(("begin", self._open, ""))
 
