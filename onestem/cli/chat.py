@@ -126,10 +126,9 @@ class Conversation:
                 reader = reader or self._reader(self._last)
                 events = reader.feed(self._last.outputs[0].text)
                 for event in (*events, *(reader.finish() if self._last.finished else ())):
-                    if event.text and said.reasoning and not said.text:
-                        write("\n\n")
-                    write(event.reasoning + event.text)
+                    gap = "\n\n" if event.text and said.reasoning and not said.text else ""
                     said.add(event)
+                    write(gap + event.reasoning + event.text)
         except KeyboardInterrupt:
             write(" [ended]")
         finally:

@@ -182,6 +182,7 @@ class Asked:
     completions: Sequence[Sequence[Prompt]] | None = None
     dialect: Dialect | None = None
     is_free: bool = True
+    dialect: Dialect | None = None
 
     @property
     def has_messages(self) -> bool:
