@@ -180,7 +180,6 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
-    dialect: Dialect | None = None
     is_free: bool = True
     dialect: Dialect | None = None
 
