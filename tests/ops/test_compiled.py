@@ -28,6 +28,20 @@ BYTES = {**FOUR_BITS, "bits": 8, "plane": 16, "groups": 4, "zero": 32, "span": 4
 LEVELS = {**FOUR_BITS, "plane": 32, "groups": 4, "zero": 0, "has_minimums": True, "span": 2}
 DOUBLED = {**FOUR_BITS, "plane": 32, "groups": 4, "zero": 0, "is_e2m1": True}
 IN_LEVELS = {**GROUPS, "scales": "*i32", "others": "*fp16"}
+EXPERTS = {
+    **dict.fromkeys(("x", "bias", "out", "scales"), "*bf16"),
+    **dict.fromkeys(("order", "ends", "others", "inputs"), "*i32"),
+    **dict.fromkeys(("num", "top_k", "hidden", "inner", "blocks", "size"), "i32"),
+    **dict.fromkeys(("alpha", "limit"), "fp32"),
+    "codes": "*i16",
+    "factors": "*fp32",
+}
+OF_EXPERTS = {
+    **dict.fromkeys(("CLAMPED", "GELU", "MX", "ORDERED", "BIAS"), False),
+    "BLOCK_E": 128,
+    "TILES": {"out": 64, "rows": 16},
+}
+FLOATS = {"bits": 8, "is_float": True, "plane": 128, "groups": 1, "zero": 0, "even": True}
 CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
 NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
 ROPE = {
@@ -99,6 +113,31 @@ KERNELS = {
         4,
     ),
     "dense": ("tiled_groups", "_groups_dense", 90, GROUPS, WITH_ZEROS, 4),
+    "experts of 4 bits": (
+        *("tiled_experts", "_up_kernel", 90, EXPERTS),
+        {**OF_EXPERTS, **WITH_ZERO},
+        4,
+    ),
+    "experts in another order": (
+        *("tiled_experts", "_down_kernel", 90, EXPERTS),
+        {**OF_EXPERTS, **WITH_ZEROS, "ORDERED": True, "BIAS": True},
+        4,
+    ),
+    "experts of float8": (
+        *("tiled_experts", "_down_kernel", 90, {**EXPERTS, "codes": "*fp8e4nv"}),
+        {**OF_EXPERTS, "PACKING": {**FLOATS, "asm": True}},
+        4,
+    ),
+    "experts of mxfp4": (
+        *("tiled_experts", "_up_kernel", 90, {**EXPERTS, "scales": "*i32"}),
+        {
+            **OF_EXPERTS,
+            **dict.fromkeys(("MX", "CLAMPED", "BIAS"), True),
+            "TILES": {"out": 128, "rows": 16},
+            "PACKING": DOUBLED,
+        },
+        4,
+    ),
     "float8": (
         *("tiled", "_channels_product", 90),
         {**CHANNELS, "codes": "*fp8e4nv", "weight": "*fp8e4nv"},
@@ -141,7 +180,7 @@ KERNELS = {
     ),
 }
 # One of each kind; `make soak` compiles the others.
-FEW = {"4 bits", "Q4_K", "one row", "Hopper", "Hopper, few rows", "float8"}
+FEW = {"4 bits", "Q4_K", "one row", "Hopper", "Hopper, few rows", "float8", "experts of 4 bits"}
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
@@ -161,6 +200,9 @@ INSTRUCTIONS = {
     ),
     "Hopper, few rows": ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", "L2::evict_last"),
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
+    "experts of 4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
+    "experts of float8": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",),
+    "experts of mxfp4": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x01c001c0"),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
     "sum over ranks": (
@@ -180,6 +222,7 @@ from onestem.ops.triton.tiled import Packing, Tiles
 from onestem.ops.triton.words import Form, HopperForm
 kernels, ints = json.load(sys.stdin)
 found = {}
+divisible = ("num_out", "size", "chunk", "slot_bytes", "hidden", "inner")
 for name, (module, kernel, target, types, constants, warps) in kernels.items():
     kernel = getattr(importlib.import_module("onestem.ops.triton." + module), kernel)
     names = kernel.arg_names
@@ -189,7 +232,7 @@ for name, (module, kernel, target, types, constants, warps) in kernels.items():
     constants = {n: made[n](**v) if n in made else v for n, v in constants.items()}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-             if signature[n].startswith("*") or n in ("num_out", "size", "chunk", "slot_bytes")}
+             if signature[n].startswith("*") or n in divisible}
     values = {(names.index(n),): v for n, v in constants.items() if n in names}
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(kernel, signature, values, whole)

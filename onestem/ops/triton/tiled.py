@@ -91,6 +91,11 @@ class Packing:
         return 4 if self.plane <= 32 else self.in_word
 
     @property
+    def columns(self) -> int:
+        """Columns of a chunk."""
+        return self.plane * self.places
+
+    @property
     def kinds(self) -> int:
         """Numbers of a group: a scale, and perhaps a minimum."""
         return 1 + self.has_minimums

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onestem.ops.experts import E2M1
 from onestem.ops.triton.tiled import (
     Packing,
     Tiles,
@@ -37,7 +38,7 @@ from onestem.ops.triton.tiled import (
     tile_of,
 )
 
-__all__ = ["TiledGroups"]
+__all__ = ["Numbers", "TiledGroups", "sums_of"]
 
 # Rows of a weight whose codes of a chunk are adjacent.
 _ROWS = tl.constexpr(64)
@@ -90,9 +91,6 @@ def _e2m1(kind: str, left: int, sign: int, mask: str, power: str) -> tuple[str, 
 
 E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 6, "0x01c001c0", "0x7f007f00"))  # 2 ** 127
 E2M1_FP16 = tl.constexpr(_e2m1("f16", 9, 3, "0x0e000e00", "0x78007800"))  # 2 ** 15
-
-# What codes of e2m1 stand for, doubled: whole numbers.
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @triton.jit
@@ -185,6 +183,81 @@ def _number(found, group: tl.constexpr, KIND: tl.constexpr, PACKING: tl.constexp
     return number
 
 
+@triton.jit
+def sums_of(
+    x_at,
+    inside,
+    codes,
+    scales,
+    others,
+    inputs,
+    block,
+    n,
+    first,
+    last,
+    num_chunks,
+    size,
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PACKING: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Sums `[BLOCK_N, BLOCK_M]` over chunks `first` to `last` of columns: of outputs n (int32), in
+    blocks of the packed weight (int64), times rows that begin at x_at, where `inside`. ORDERED:
+    `inputs` has each column's place in the rows."""
+    PLANE: tl.constexpr = PACKING.plane
+    GROUPS: tl.constexpr = PACKING.groups
+    PLACES: tl.constexpr = PACKING.places
+    IN_WORD: tl.constexpr = PACKING.in_word
+    WORDS: tl.constexpr = PLACES // IN_WORD
+    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M)
+    LEFT: tl.constexpr = (BLOCK_N, PLANE)
+    j = tl.arange(0, PLANE)
+    line = block * num_chunks
+    code_at = codes + (line * (_ROWS * PLANE * WORDS) + n % _ROWS * PLANE)[:, None] + j[None, :]
+    at, above = line * (_ROWS * PACKING.lines) + n % _ROWS, line
+    if PACKING.span:
+        above = block * tl.cdiv(num_chunks, PACKING.span) * (_ROWS * PACKING.kinds) + n % _ROWS
+    row_at = x_at[None, :]
+    if not ORDERED:
+        row_at += j[:, None]
+    total = tl.zeros(SHAPE, tl.float32)
+    # Scales are loaded a chunk before their use, so nothing waits for them.
+    following = _numbers_of(scales, others, at, above, first, PACKING)
+    for chunk in range(first, last):
+        numbers = following
+        following = _numbers_of(scales, others, at, above, tl.minimum(chunk + 1, last - 1), PACKING)
+        for group in tl.static_range(GROUPS):
+            zero = _zero_of(others, at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
+            part = tl.zeros(SHAPE, tl.float32)
+            if PACKING.has_minimums:
+                sums = tl.zeros(SHAPE, tl.float32)
+            for place in tl.static_range(group * PLACES // GROUPS, (group + 1) * PLACES // GROUPS):
+                column = (chunk * PLACES + place) * PLANE
+                mask = inside[None, :]
+                if not PACKING.even:
+                    mask = mask & (column + j < size)[:, None]
+                if ORDERED:
+                    place_at = row_at + tl.load(inputs + column + j)[:, None]
+                else:
+                    place_at = row_at + column
+                right = tl.load(place_at, mask=mask, other=0.0)
+                if place % IN_WORD == 0:
+                    at_word = chunk * WORDS + place // IN_WORD
+                    word = tl.load(code_at + at_word * (_ROWS * PLANE))
+                left = _values(word, zero, dtype, place % IN_WORD, PACKING)
+                part = tl.dot(left, right, part, input_precision="ieee")
+                if PACKING.has_minimums:
+                    # Columns of x added up, in each row: the places of `part`.
+                    ones = tl.full(LEFT, 1.0, dtype)
+                    sums = tl.dot(ones, right, sums, input_precision="ieee")
+            total += part * _number(numbers, group, 0, PACKING)[:, None]
+            if PACKING.has_minimums:
+                total += sums * _number(numbers, group, 1, PACKING)[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=("num_rows", "num_chunks", "chunks"))
 def _groups_product(
     x,
@@ -205,56 +278,16 @@ def _groups_product(
     TILES: tl.constexpr,
 ):
     """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    PLANE: tl.constexpr = PACKING.plane
-    GROUPS: tl.constexpr = PACKING.groups
-    PLACES: tl.constexpr = PACKING.places
-    IN_WORD: tl.constexpr = PACKING.in_word
-    WORDS: tl.constexpr = PLACES // IN_WORD
     m, n = tile_of(num_rows, num_out, TILES)
-    j = tl.arange(0, PLANE)
     in_n, in_m = n < num_out, m < num_rows
     block = tl.minimum(n // _ROWS, (num_out - 1) // _ROWS).to(tl.int64)
-    line = block * num_chunks
-    code_at = codes + (line * (_ROWS * PLANE * WORDS) + n % _ROWS * PLANE)[:, None] + j[None, :]
-    at, above = line * (_ROWS * PACKING.lines) + n % _ROWS, line
-    if PACKING.span:
-        above = block * tl.cdiv(num_chunks, PACKING.span) * (_ROWS * PACKING.kinds) + n % _ROWS
-    x_at = x + m.to(tl.int64)[None, :] * size + j[:, None]
     first = tl.program_id(1) * chunks
     last = tl.minimum(first + chunks, num_chunks)
-    SHAPE: tl.constexpr = (TILES.out, TILES.rows)
-    LEFT: tl.constexpr = (TILES.out, PLANE)
-    total = tl.zeros(SHAPE, tl.float32)
-    # Scales are loaded a chunk before their use, so nothing waits for them.
-    following = _numbers_of(scales, others, at, above, first, PACKING)
-    for chunk in range(first, last):
-        numbers = following
-        following = _numbers_of(scales, others, at, above, tl.minimum(chunk + 1, last - 1), PACKING)
-        for group in tl.static_range(GROUPS):
-            zero = _zero_of(others, at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
-            part = tl.zeros(SHAPE, tl.float32)
-            if PACKING.has_minimums:
-                sums = tl.zeros(SHAPE, tl.float32)
-            for place in tl.static_range(group * PLACES // GROUPS, (group + 1) * PLACES // GROUPS):
-                column = (chunk * PLACES + place) * PLANE
-                if PACKING.even:
-                    right = tl.load(x_at + column, mask=in_m[None, :], other=0.0)
-                else:
-                    in_k = column + j < size
-                    right = tl.load(x_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
-                if place % IN_WORD == 0:
-                    at_word = chunk * WORDS + place // IN_WORD
-                    word = tl.load(code_at + at_word * (_ROWS * PLANE))
-                left = _values(word, zero, dtype, place % IN_WORD, PACKING)
-                part = tl.dot(left, right, part, input_precision="ieee")
-                if PACKING.has_minimums:
-                    # Columns of x added up, in each row: the places of `part`.
-                    ones = tl.full(LEFT, 1.0, dtype)
-                    sums = tl.dot(ones, right, sums, input_precision="ieee")
-            total += part * _number(numbers, group, 0, PACKING)[:, None]
-            if PACKING.has_minimums:
-                total += sums * _number(numbers, group, 1, PACKING)[:, None]
+    x_at = x + m.to(tl.int64) * size
+    total = sums_of(
+        x_at, in_m, codes, scales, others, others, block, n, first, last, num_chunks, size,
+        x.dtype.element_ty, TILES.out, TILES.rows, PACKING, False,
+    )  # fmt: skip
     inside = in_n[:, None] & in_m[None, :]
     is_last = True
     if TILES.split > 1:
@@ -385,7 +418,7 @@ class TiledGroups:
         zero, many = _zero_points(zeros)
         # Planes of words have 32 columns.
         in_4 = bits == 4 and (group % 32 == 0 or group >= size)
-        if table is not None and not (in_4 and tuple(table) == _E2M1):
+        if table is not None and not (in_4 and tuple(table) == E2M1):
             known = torch.tensor(table, device=codes.device) + 128
             codes, zero, table, in_4 = known.to(torch.uint8)[codes.int()], 128, None, False
         is_float = codes.is_floating_point()
@@ -506,7 +539,7 @@ class TiledGroups:
 
     def columns(self, tiles: Tiles | None = None) -> int:
         """Columns of a chunk."""
-        return self.packing.plane * self.packing.places
+        return self.packing.columns
 
 
 # Columns of a row that leaves shared memory for another program.
