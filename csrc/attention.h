@@ -154,7 +154,7 @@ struct KernelsOf {
 
 struct Kernels {
   KernelsOf of[kNumDtypes];
-  LinearKernels linear8, linear4;  // of weights of 8 and of 4 bits
+  LinearKernels channels, groups[kNumCodeKinds];
   bool (*race)(const RaceCall&);
   float (*top_logit)(const float* logits, int64_t count);
   double (*sum_of_exp)(const float* logits, int64_t count, float top);

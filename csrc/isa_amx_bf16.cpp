@@ -26,10 +26,12 @@ Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
                                           {0.06f, 0.035f, 0.06f, 0.004f, 3.0f, 0.1f});
-  constexpr LinearWays eight = {path<Linear8<ByteDots8>>(1), path<AmxCodes8>(16), 1};
-  constexpr LinearWays four = {path<Linear4>(1), path<AmxCodes4>(16), 2};
-  kernels.linear8 = {{eight, eight, eight}};
-  kernels.linear4 = {{one_way<Linear4>(), four, bytes4()}};
+  constexpr LinearWays channels = {path<LinearChannels<ByteDots>>(1), path<AmxChannels>(16), 1};
+  kernels.channels = {{channels, channels, channels}};
+  take_bytes(kernels);
+  take_tiles<kFour>(kernels);
+  take_tiles<kTable>(kernels);
+  take_tiles<kEight>(kernels);
   return kernels;
 }
 

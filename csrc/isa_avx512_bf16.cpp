@@ -21,8 +21,8 @@ namespace avx512_bf16 {
 Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, DotProducts>(kernels, kBfloat16, {0.08f, 0.027f, 0.05f, 0.01f, 1.4f});
-  kernels.linear8 = any_type<Linear8<ByteDots8>>();
-  kernels.linear4 = {{one_way<Linear4>(), bytes4(), bytes4()}};
+  kernels.channels = any_type<LinearChannels<ByteDots>>();
+  take_bytes(kernels);
   return kernels;
 }
 

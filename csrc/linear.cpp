@@ -25,7 +25,8 @@ const LinearPath& path_for(const LinearKernels& kernels, int64_t rows, Dtype x) 
 
 void multiply(const Kernels& kernels, LinearCall call, Dtype x, Dtype y, int32_t threads) {
   if (call.rows == 0) return;
-  const LinearKernels& of = call.weight.bits == 8 ? kernels.linear8 : kernels.linear4;
+  const PackedCodes& w = call.weight;
+  const LinearKernels& of = w.group == 0 ? kernels.channels : kernels.groups[w.kind];
   const LinearPath& path = path_for(of, call.rows, x);
   const int64_t panels = (call.rows + path.panel - 1) / path.panel;
   const size_t scratch = path.scratch_bytes(call);

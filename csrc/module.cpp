@@ -142,15 +142,27 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
+// Of `GroupNumbers`: addresses of values and supers, a Dtype, and a shift.
+using Numbers = std::array<uintptr_t, 4>;
+
+GroupNumbers numbers_of(const Numbers& of) {
+  return {pointer<void>(of[0]), pointer<void>(of[1]), static_cast<int32_t>(of[2]),
+          static_cast<int32_t>(of[3])};
+}
+
 void multiply_codes(const std::string& isa, std::array<int, 2> dtypes, uintptr_t x, uintptr_t y,
-                    int64_t rows, int32_t in, int32_t out, uintptr_t codes, uintptr_t scales,
-                    uintptr_t zeros, uintptr_t bias, int32_t bits, int32_t group, int32_t pairs,
-                    int32_t chunks, int32_t threads) {
+                    int64_t rows, int32_t in, int32_t out, uintptr_t codes, const Numbers& scales,
+                    const Numbers& minimums, uintptr_t zeros, int32_t zero, uintptr_t table,
+                    uintptr_t bias, int32_t bits, int32_t group, int32_t pairs, int32_t chunks,
+                    int32_t threads) {
   const int32_t depth = chunks * (kCodeBytes * 8 / bits);
   const PackedCodes weight{pointer<uint8_t>(codes),
-                           pointer<float>(scales),
+                           numbers_of(scales),
+                           numbers_of(minimums),
                            pointer<uint8_t>(zeros),
-                           bits,
+                           pointer<uint8_t>(table),
+                           zero,
+                           bits == 8 ? kEight : table == 0 ? kFour : kTable,
                            group,
                            pairs,
                            chunks,

@@ -15,6 +15,7 @@ from onestem.errors import ConfigError, WeightsError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.models.find import find_model
+from onestem.models.formats.products import Target
 from onestem.models.gguf.file import PLAIN, open_gguf
 from onestem.models.linear import Layout
 from onestem.models.names import Role
@@ -22,7 +23,7 @@ from onestem.models.part import part_of
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import Ranks
 from onestem.models.shards import file_bytes
-from onestem.models.sizes import formats_of, target_of, weight_bytes
+from onestem.models.sizes import formats_of, keeps, target_of, weight_bytes
 from onestem.models.tensors import Tensors
 from onestem.models.weights import checked_config, refuse_rounding_twice
 from onestem.options import EngineOptions, Quantize
@@ -101,7 +102,7 @@ def needs_of(options: EngineOptions) -> Needs:
     name = str(dtype).removeprefix("torch.")
     part = part_of(config, Ranks(0, ranks, None))
     weights = weight_bytes(part, dtype, device, formats)
-    layout = target_of(Tensors(part), dtype, device).layout
+    target = target_of(Tensors(part), dtype, device)
     token = part.kv_values_per_token * dtype.itemsize
     kv_tokens = longest = 0
     try:
@@ -120,12 +121,12 @@ def needs_of(options: EngineOptions) -> Needs:
         windows=dict(Counter(size for size in config.sliding_windows if size is not None)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
-        quantization=options.quantization or _stored(config, formats) or _blocks(path, name),
+        quantization=options.quantization or _stored(path, config, formats, target),
         dtype=name,
         device=str(device),
         file_bytes=size,
         weight_bytes=weights,
-        copies=_copies(config, layout, formats),
+        copies=_copies(config, target, formats),
         kv_bytes_per_token=token,
         kv_tokens=kv_tokens,
         max_model_len=longest,
@@ -142,25 +143,37 @@ def _ends(path: Path, vocab_size: int) -> dict[int, str]:
     return {token: tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids}
 
 
-def _copies(config: ModelConfig, layout: Layout, formats: Mapping[str, object]) -> list[str]:
+def _copies(config: ModelConfig, target: Target, formats: Mapping[str, object]) -> list[str]:
+    layout, names = target.layout, config.tensor_names
+    blocks = [form for form in formats.values() if isinstance(form, Scheme)]
+    if any(one.storage == "blocks" and keeps(one, target) for one in blocks):
+        return []
     copies = {
         Layout.PACKED_AND_PLAIN: ["matrices also plain, for many rows"],
         Layout.PACKED_FLOAT32: ["matrices also packed, in float32"],
     }.get(layout, [])
-    rounded = config.tensor_names[Role.HEAD] in formats
+    rounded = names[Role.HEAD] in formats
     if config.tie_embeddings and (rounded or layout is not Layout.PLAIN):
         copies = [*copies, "the embedding also as the head"]
     return copies
 
 
-def _stored(config: ModelConfig, formats: Mapping[str, object]) -> str | None:
-    return config.quantization.method if config.quantization is not None and formats else None
-
-
-def _blocks(path: Path, dtype: str) -> str | None:
-    """Types of a GGUF file's blocks, and what becomes of them; None: it has none."""
+def _stored(
+    path: Path, config: ModelConfig, formats: Mapping[str, Scheme | Quantize], target: Target
+) -> str | None:
+    """How weights are stored, and what becomes of a GGUF file's blocks; None: as numbers."""
     if not path.is_file():
+        method = None if config.quantization is None else config.quantization.method
+        return method if formats else None
+    stored = Counter(one.kind for one in open_gguf(path).tensors.values() if one.kind not in PLAIN)
+    if not stored:
         return None
-    kinds = Counter(one.kind for one in open_gguf(path).tensors.values() if one.kind not in PLAIN)
-    names = ", ".join(kind for kind, _ in kinds.most_common())
-    return f"{names}, de-quantised to {dtype} as they are read" if names else None
+    kinds = [kind for kind, _ in stored.most_common()]
+    schemes = {one.kind: one for one in formats.values() if isinstance(one, Scheme)}
+    kept = [kind for kind in kinds if kind in schemes and keeps(schemes[kind], target)]
+    name = str(target.dtype).removeprefix("torch.")
+    if not kept:
+        return f"{', '.join(kinds)}, de-quantised to {name} as they are read"
+    experts = config.experts is not None
+    more = f", but experts are de-quantised to {name} as they are read" if experts else ""
+    return f"{', '.join(kinds)}, kept as they are stored{more}"

@@ -128,6 +128,24 @@ inline __m512i _mm512_broadcast_i64x4(__m256i x) {
   const __m256 half = _mm256_castsi256_ps(x);
   return emulated::integers(emulated::whole(half, half));
 }
+inline __m512i _mm512_broadcast_i32x4(__m128i x) {
+  const __m256 half = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(x));
+  return emulated::integers(emulated::whole(half, half));
+}
+// Bytes of each quarter of `x` by the low four bits of each index, 0 where its highest bit is set.
+inline __m512i _mm512_shuffle_epi8(__m512i x, __m512i index) {
+  const emulated::Halves a = emulated::halves(emulated::floats(x));
+  const emulated::Halves b = emulated::halves(emulated::floats(index));
+  const auto chosen = [](__m256 p, __m256 q) {
+    return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_castps_si256(p), _mm256_castps_si256(q)));
+  };
+  return emulated::integers(emulated::whole(chosen(a.low, b.low), chosen(a.high, b.high)));
+}
+inline __m512i _mm512_cvtepi8_epi32(__m128i x) {
+  return emulated::integers(
+      emulated::whole(_mm256_castsi256_ps(_mm256_cvtepi8_epi32(x)),
+                      _mm256_castsi256_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))));
+}
 inline __m512i _mm512_cvtepu8_epi32(__m128i x) {
   return emulated::integers(
       __builtin_convertvector(__builtin_bit_cast(emulated::v16qu, x), emulated::v16su));

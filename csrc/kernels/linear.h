@@ -1,6 +1,6 @@
-// Products with weights of 8 and 4 bits by multiply-adds of 16-bit pairs (8-bit weights: or of 8-bit
-// fours, where there are such). Rows become integers: 8 bits a row with 8-bit weights, and 16 bits a
-// group with those of 4, whose rounding is below bfloat16's.
+// Products with weights of 8 and 4 bits by multiply-adds of 16-bit pairs (channels: or of 8-bit fours,
+// where there are such). Rows become integers: 8 bits a row for channels, and 16 bits a group for
+// groups, whose rounding is below bfloat16's.
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
@@ -12,20 +12,51 @@ constexpr int kChunkVecs = kCodeBytes / int{sizeof(vi)};  // vectors in a chunk 
 
 inline int64_t block_bytes(const PackedCodes& w) { return int64_t{w.chunks} * 16 * kCodeBytes; }
 
-template <int BITS>
+constexpr float kLargest8 = 127.0f, kLargest16 = 32767.0f;
+
+template <CodeKind KIND>
 struct Codes {
-  static constexpr int kPlanes = 16 / BITS;  // codes in a 16-bit word
+  static constexpr int kBits = KIND == kEight ? 8 : 4;
+  static constexpr int kPlanes = 16 / kBits;  // codes in a 16-bit word
   static constexpr int32_t kChunk = 32 * kPlanes;
-  static constexpr int32_t kMask = (1 << BITS) - 1;
-  static constexpr float kLargest = BITS == 8 ? 127.0f : 32767.0f;
+  static constexpr int32_t kMask = ((1 << kBits) - 1) * 0x10001;
 };
 
-// Codes PLANE of the words in `words`.
-template <int BITS, int PLANE>
-inline vi plane_of(vi words) {
-  const vi low = PLANE == 0 ? words : shift_words<PLANE * BITS>(words);
-  return PLANE == Codes<BITS>::kPlanes - 1 ? low : both(low, all(Codes<BITS>::kMask * 0x10001));
+// What codes PLANE of the words in `words` stand for.
+template <CodeKind KIND, int PLANE>
+inline vi plane_of(const PackedCodes& w, vi words) {
+  vi plane = PLANE == 0 ? words : shift_words<PLANE * Codes<KIND>::kBits>(words);
+  if (PLANE < Codes<KIND>::kPlanes - 1) plane = both(plane, all(Codes<KIND>::kMask));
+  return KIND == kTable ? both(looked_up(w.table, plane), all(0x00ff00ff)) : plane;
 }
+
+// Numbers of outputs `i` to `i + kLanes` of a block, of a group.
+inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w, int32_t block, int32_t g, int i) {
+  const int64_t at = (int64_t{block} * w.groups + g) * 16 + i;
+  if (of.supers != nullptr) {
+    const int64_t super = int64_t{block} * (w.groups >> of.shift) + (g >> of.shift);
+    const vf factor = load(static_cast<const f16*>(of.supers) + super * 16 + i);
+    return load_codes(static_cast<const int8_t*>(of.values) + at) * factor;
+  }
+  if (of.kind == kFloat16) return load(static_cast<const f16*>(of.values) + at);
+  if (of.kind == kBfloat16) return load(static_cast<const bf16*>(of.values) + at);
+  return load(static_cast<const float*>(of.values) + at);
+}
+
+// The scales of a group, and what values of 0 are worth: the minimum, or minus zero times scale.
+struct Group {
+  vf scale, least;
+  Group(const PackedCodes& w, int32_t block, int32_t g, int i)
+      : scale(numbers_of(w.scales, w, block, g, i)) {
+    if (w.minimums.values != nullptr) {
+      least = numbers_of(w.minimums, w, block, g, i);
+    } else if (w.zeros == nullptr) {
+      least = scale * all(static_cast<float>(-w.zero));
+    } else {
+      least = zeros() - scale * load_codes(w.zeros + (int64_t{block} * w.groups + g) * 16 + i);
+    }
+  }
+};
 
 // Asks for codes that are multiplied some time later, in order of memory.
 inline void ask_for(const uint8_t* codes) { __builtin_prefetch(codes + kAhead, 0, 2); }
@@ -69,7 +100,7 @@ inline int32_t round_codes_to(Code* to, const T* x, int32_t count, float scale) 
   });
 }
 
-// A packed row: its codes, then a scale and what a zero of 1 takes off, for each group.
+// A packed row: its codes, then a scale and what its codes add up to (of groups, scaled), for each group.
 template <class Code>
 struct PackedRow {
   Code* codes;
@@ -89,7 +120,8 @@ struct PackedRow {
 template <class T>
 inline void store_outputs(const LinearCall& call, int64_t row, int32_t out, vf value, bool scaled,
                           int32_t n) {
-  const vf by = scaled ? get(call.weight.scales + out, n) : zeros();
+  const float* scales = static_cast<const float*>(call.weight.scales.values);
+  const vf by = scaled ? get(scales + out, n) : zeros();
   if (scaled) value = apart(value * by);
   if (call.bias != nullptr) value = value + get(call.bias + out, n);
   put(static_cast<T*>(call.y) + row * call.out + out, value, n);
@@ -104,36 +136,43 @@ inline void store_sixteen(const LinearCall& call, int64_t row, int32_t out, cons
   }
 }
 
-// 8-bit weights: sums are whole numbers and exact, whatever the order.
-struct WordDots8 {
+// Of 8-bit words: inputs 64c + 2j + p stand at 64c + 32p + j, as the planes of words do.
+inline int64_t word_place(int64_t i) { return (i & ~int64_t{63}) + (i & 1) * 32 + (i & 63) / 2; }
+
+// Whole numbers of a row from its input `from` on, at those places.
+template <class T>
+inline int32_t round_words(int16_t* to, int64_t from, const T* x, int32_t count, float scale) {
+  return round_codes(x + from, count, scale, [&](int64_t d, vi codes, int32_t n) {
+    int32_t lanes[kLanes];
+    store(lanes, codes);
+    for (int32_t i = 0; i < n; ++i) to[word_place(from + d + i)] = static_cast<int16_t>(lanes[i]);
+  });
+}
+
+// Channels: sums are whole numbers and exact, whatever the order.
+struct WordDots {
   using Code = int16_t;
   static constexpr int kOuts = 4;
-  // Inputs 64c + 2j + p stand at 64c + 32p + j, as the planes of words do.
-  static int64_t place(int64_t i) { return (i & ~int64_t{63}) + (i & 1) * 32 + (i & 63) / 2; }
   template <class T>
   static int32_t round(Code* to, const T* x, int32_t count, float scale) {
-    return round_codes(x, count, scale, [&](int64_t d, vi codes, int32_t n) {
-      int32_t lanes[kLanes];
-      store(lanes, codes);
-      for (int32_t i = 0; i < n; ++i) to[place(d + i)] = static_cast<Code>(lanes[i]);
-    });
+    return round_words(to, 0, x, count, scale);
   }
   static void clear(Code* codes, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) codes[place(at)] = 0;
+    for (int64_t at = begin; at < end; ++at) codes[word_place(at)] = 0;
   }
   static vi dot(const uint8_t* w, const Code* a, vi sums) {
     for (int h = 0; h < kChunkVecs; ++h) {
       const vi words = load_bytes(w + h * sizeof(vi));
       const char* at = reinterpret_cast<const char*>(a) + h * sizeof(vi);
-      sums = multiply_pairs(plane_of<8, 0>(words), load_bytes(at), sums);
-      sums = multiply_pairs(plane_of<8, 1>(words), load_bytes(at + 64), sums);
+      sums = multiply_pairs(both(words, all(0x00ff00ff)), load_bytes(at), sums);
+      sums = multiply_pairs(shift_words<8>(words), load_bytes(at + 64), sums);
     }
     return sums;
   }
 };
 
 template <class Dots>
-struct Linear8 {
+struct LinearChannels {
   using Code = typename Dots::Code;
   using Row = PackedRow<Code>;
 
@@ -146,7 +185,7 @@ struct Linear8 {
     for (int64_t i = begin; i < end; ++i) {
       const T* x = static_cast<const T*>(call.x) + i * call.in;
       const Row row(call.packed + i * panel_bytes(call.weight), call.weight, 1);
-      row.scales[0] = scale_of(x, call.in, Codes<8>::kLargest);
+      row.scales[0] = scale_of(x, call.in, kLargest8);
       const int32_t total = Dots::round(row.codes, x, call.in, row.scales[0]);
       Dots::clear(row.codes, call.in, call.weight.depth);
       reinterpret_cast<int32_t&>(row.offsets[0]) = 128 * total;
@@ -206,9 +245,11 @@ struct Linear8 {
   }
 };
 
-// 4-bit weights. A row's codes of a group have 16 bits, so products of a group are exact too.
-struct Linear4 {
+// Groups. A row's codes of a group have 16 bits, so sums of a group's products fit 32.
+template <CodeKind KIND>
+struct LinearGroups {
   using Row = PackedRow<int16_t>;
+  static constexpr int32_t kChunk = Codes<KIND>::kChunk;
 
   static size_t panel_bytes(const PackedCodes& w) { return Row::bytes(w, w.groups); }
   static size_t scratch_bytes(const LinearCall&) { return 64; }
@@ -220,47 +261,53 @@ struct Linear4 {
     for (int64_t i = begin; i < end; ++i) {
       const T* x = static_cast<const T*>(call.x) + i * call.in;
       const Row row(call.packed + i * panel_bytes(w), w, w.groups);
+      if (call.in < w.depth) __builtin_memset(row.codes, 0, w.depth * sizeof(int16_t));
       for (int32_t g = 0; g < w.groups; ++g) {
         const int32_t from = g * w.group, count = clamp(call.in - from, 0, w.group);
-        int16_t* codes = row.codes + from;
-        row.scales[g] = scale_of(x + from, count, Codes<4>::kLargest);
-        const int32_t total = round_codes_to(codes, x + from, count, row.scales[g]);
-        for (int32_t at = count; at < w.group; ++at) codes[at] = 0;
-        row.offsets[g] = row.scales[g] * static_cast<float>(total);
+        const float scale = row.scales[g] = scale_of(x + from, count, kLargest16);
+        const int32_t total = KIND == kEight
+                                  ? round_words(row.codes, from, x, count, scale)
+                                  : round_codes_to(row.codes + from, x + from, count, scale);
+        row.offsets[g] = scale * static_cast<float>(total);
       }
     }
   }
 
   template <class T>
   static void multiply(const LinearCall& call, int32_t begin, int32_t end, char*) {
-    const int32_t group = call.weight.group;
-    const auto run = group == 128 ? blocks<T, 1> : group == 64 ? blocks<T, 2> : blocks<T, 4>;
-    run(call, begin, end);
-  }
-
- private:
-  template <class T, int GROUPS>
-  static void blocks(const LinearCall& call, int32_t begin, int32_t end) {
+    const int32_t groups = kChunk / call.weight.group;
+    const auto run = groups == 1 ? some_rows<1> : groups == 2 ? some_rows<2> : some_rows<4>;
     for (int32_t block = 2 * begin; block < 2 * end; ++block) {
-      int64_t row = 0;
-      for (; row + 4 <= call.rows; row += 4) block_of<T, GROUPS, 4>(call, block, row);
-      for (; row + 2 <= call.rows; row += 2) block_of<T, GROUPS, 2>(call, block, row);
-      for (; row < call.rows; ++row) block_of<T, GROUPS, 1>(call, block, row);
+      for (int64_t row = 0; row < call.rows;) {
+        alignas(64) float values[4][16];
+        const int32_t count = run(call, block, row, values);
+        for (int32_t r = 0; r < count; ++r, ++row) {
+          store_sixteen<T>(call, row, block * 16, values[r], false);
+        }
+      }
     }
   }
 
-  // GROUPS: of a chunk.
-  template <class T, int GROUPS, int ROWS>
-  static void block_of(const LinearCall& call, int32_t block, int64_t first) {
+ private:
+  // Multiplies four, two or one rows, and says how many. GROUPS: of a chunk.
+  template <int GROUPS>
+  static int32_t some_rows(const LinearCall& call, int32_t block, int64_t first,
+                           float (*values)[16]) {
+    const int64_t left = call.rows - first;
+    if (left >= 4) return block_of<GROUPS, 4>(call, block, first, values);
+    if (left >= 2) return block_of<GROUPS, 2>(call, block, first, values);
+    return block_of<GROUPS, 1>(call, block, first, values);
+  }
+
+  template <int GROUPS, int ROWS>
+  static int32_t block_of(const LinearCall& call, int32_t block, int64_t first,
+                          float (*values)[16]) {
     constexpr int kOuts = ROWS == 1 ? 16 : kTileRows / (ROWS / 2);
     const PackedCodes& w = call.weight;
     const size_t bytes = panel_bytes(w);
     const char* rows = call.packed + first * bytes;
-    const float* scales = w.scales + int64_t{block} * w.groups * 16;
-    const uint8_t* zeros_at =
-        w.zeros == nullptr ? nullptr : w.zeros + int64_t{block} * w.groups * 16;
-    alignas(64) float values[ROWS][16], factors[ROWS][GROUPS][16];
-    float taken[ROWS][16] = {};
+    alignas(64) float factors[ROWS][GROUPS][16];
+    float least[ROWS][16] = {};  // what values of 0 give
     for (int32_t o = 0; o < 16; o += kOuts) {
       vf acc[ROWS][kOuts];
       for (auto& of_row : acc) {
@@ -268,24 +315,28 @@ struct Linear4 {
       }
       const uint8_t* codes = w.codes + block * block_bytes(w) + o * kCodeBytes;
       for (int32_t c = 0; c < w.chunks; ++c, codes += 16 * kCodeBytes) {
-        for (int r = 0; r < ROWS; ++r) {
-          const Row row(const_cast<char*>(rows) + r * bytes, w, w.groups);
-          for (int g = 0; g < GROUPS; ++g) {
-            const int32_t at = c * GROUPS + g;
-            for (int i = 0; i < 16; i += kLanes) {
-              const vf scale = load(scales + at * 16 + i);
-              store(factors[r][g] + i, scale * all(row.scales[at]));
+        for (int g = 0; g < GROUPS; ++g) {
+          const int32_t at = c * GROUPS + g;
+          for (int i = 0; i < 16; i += kLanes) {
+            if (o != 0 && (o < i || o >= i + kLanes)) continue;
+            const Group group(w, block, at, i);
+            for (int r = 0; r < ROWS; ++r) {
+              const Row row(const_cast<char*>(rows) + r * bytes, w, w.groups);
+              store(factors[r][g] + i, group.scale * all(row.scales[at]));
               if (o != 0) continue;
-              const vf zero = zeros_at == nullptr ? all(8.0f) : load_codes(zeros_at + at * 16 + i);
-              store(taken[r] + i, fma(scale * zero, all(row.offsets[at]), load(taken[r] + i)));
+              store(least[r] + i, fma(group.least, all(row.offsets[at]), load(least[r] + i)));
             }
           }
         }
-        const char* a = rows + int64_t{c} * 256;
+        const char* a = rows + int64_t{c} * kChunk * sizeof(int16_t);
 #pragma GCC unroll 16
         for (int k = 0; k < kOuts; ++k) {
           if (o == 0) ask_for(codes + k * kCodeBytes);
-          add_chunk<GROUPS, ROWS>(codes + k * kCodeBytes, a, bytes, factors, o + k, acc, k);
+          if constexpr (KIND == kEight) {
+            add_bytes<GROUPS, ROWS>(w, codes + k * kCodeBytes, a, bytes, factors, o + k, acc, k);
+          } else {
+            add_nibbles<GROUPS, ROWS>(w, codes + k * kCodeBytes, a, bytes, factors, o + k, acc, k);
+          }
         }
       }
       for (int r = 0; r < ROWS; ++r) {
@@ -294,24 +345,23 @@ struct Linear4 {
     }
     for (int r = 0; r < ROWS; ++r) {
       for (int i = 0; i < 16; i += kLanes) {
-        store(values[r] + i, load(values[r] + i) - load(taken[r] + i));
+        store(values[r] + i, load(values[r] + i) + load(least[r] + i));
       }
-      store_sixteen<T>(call, first + r, block * 16, values[r], false);
     }
+    return ROWS;
   }
 
   template <int GROUPS, int ROWS, int OUTS>
-  __attribute__((always_inline)) static void add_chunk(const uint8_t* codes, const char* a,
-                                                       size_t bytes,
-                                                       const float (&factors)[ROWS][GROUPS][16],
-                                                       int out, vf (&acc)[ROWS][OUTS], int k) {
+  __attribute__((always_inline)) static void add_nibbles(
+      const PackedCodes& w, const uint8_t* codes, const char* a, size_t bytes,
+      const float (&factors)[ROWS][GROUPS][16], int out, vf (&acc)[ROWS][OUTS], int k) {
     vi planes[kChunkVecs][4];
     for (int h = 0; h < kChunkVecs; ++h) {
       const vi words = load_bytes(codes + h * sizeof(vi));
-      planes[h][0] = plane_of<4, 0>(words);
-      planes[h][1] = plane_of<4, 1>(words);
-      planes[h][2] = plane_of<4, 2>(words);
-      planes[h][3] = plane_of<4, 3>(words);
+      planes[h][0] = plane_of<KIND, 0>(w, words);
+      planes[h][1] = plane_of<KIND, 1>(w, words);
+      planes[h][2] = plane_of<KIND, 2>(w, words);
+      planes[h][3] = plane_of<KIND, 3>(w, words);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
@@ -326,6 +376,34 @@ struct Linear4 {
           }
         }
         acc[r][k] = fma(to_float(sums), all(factors[r][g][out]), acc[r][k]);
+      }
+    }
+  }
+
+  // A lane's four inputs are neighbours, so that a vector has whole groups, or a group whole vectors.
+  template <int GROUPS, int ROWS, int OUTS>
+  __attribute__((always_inline)) static void add_bytes(
+      const PackedCodes& w, const uint8_t* codes, const char* a, size_t bytes,
+      const float (&factors)[ROWS][GROUPS][16], int out, vf (&acc)[ROWS][OUTS], int k) {
+    constexpr int kEach = GROUPS < kChunkVecs ? 1 : GROUPS / kChunkVecs;  // groups of a vector
+    vi planes[kChunkVecs][2];
+    for (int h = 0; h < kChunkVecs; ++h) {
+      const vi words = load_bytes(codes + h * sizeof(vi));
+      planes[h][0] = plane_of<KIND, 0>(w, words);
+      planes[h][1] = plane_of<KIND, 1>(w, words);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      vi sums = all(0);
+#pragma GCC unroll 2
+      for (int h = 0; h < kChunkVecs; ++h) {
+        const char* at = a + r * bytes + h * sizeof(vi);
+        sums = multiply_pairs(planes[h][0], load_bytes(at), sums);
+        sums = multiply_pairs(planes[h][1], load_bytes(at + 64), sums);
+        if (GROUPS < kChunkVecs && h + 1 < kChunkVecs) continue;
+        const vf by = spread<kEach>(&factors[r][GROUPS < kChunkVecs ? 0 : h * kEach][out], 16);
+        acc[r][k] = fma(to_float(sums), by, acc[r][k]);
+        sums = all(0);
       }
     }
   }

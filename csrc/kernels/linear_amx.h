@@ -1,6 +1,6 @@
 // Products of many rows with weights of 8 and 4 bits by tiles (AMX). Weights are the left operand, 16
-// outputs to a tile as they stand; rows the right one, 16 to a panel. Bytes of 8-bit weights are
-// multiplied where they are. Those of 4 bits become bf16 in a buffer first, and rows are bf16.
+// outputs to a tile as they stand; rows the right one, 16 to a panel. Bytes of channels are multiplied
+// where they are. Values of groups become bf16 in a buffer first, and rows are bf16.
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
@@ -151,7 +151,7 @@ inline void store_columns(const LinearCall& call, int32_t block, int32_t panel, 
   }
 }
 
-struct AmxCodes8 : LinearAmx<AmxCodes8> {
+struct AmxChannels : LinearAmx<AmxChannels> {
   static constexpr int32_t kSteps = 1;
   static constexpr int32_t kPassChunks = kPassBytes / kCodeBytes;
 
@@ -184,7 +184,7 @@ struct AmxCodes8 : LinearAmx<AmxCodes8> {
         offsets[i] = 0;
         if (panel * 16 + i >= call.rows) continue;
         const T* x = static_cast<const T*>(call.x) + (panel * 16 + i) * call.in;
-        scales[i] = scale_of(x, call.in, Codes<8>::kLargest);
+        scales[i] = scale_of(x, call.in, kLargest8);
         offsets[i] = 128 * round_codes_to(to, x, call.in, scales[i]);
       }
       pack_columns(reinterpret_cast<const uint32_t*>(codes), depth / 4, depth / 4,
@@ -205,23 +205,19 @@ struct AmxCodes8 : LinearAmx<AmxCodes8> {
   }
 };
 
-struct AmxCodes4 : LinearAmx<AmxCodes4> {
-  static constexpr int32_t kSteps = 4;  // of 32 inputs
+template <CodeKind KIND>
+struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
+  using Shared = LinearAmx<AmxGroups<KIND>>;
+  static constexpr int32_t kSteps = Codes<KIND>::kChunk / 32;
   static constexpr int32_t kPassChunks = kPassBytes / (kSteps * kCodeBytes);
 
   static size_t buffer_bytes() { return 2 * kPassChunks * kSteps * kTileBytes; }
   static int64_t left_stride(const PackedCodes&) { return kPassChunks * kSteps * kTileBytes; }
 
-  // The values of sixteen codes of a group, twice.
-  static vi values_of(float scale, float zero) {
-    const vf steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m256bh values = _mm512_cvtneps_pbh((steps - all(zero)) * all(scale));
-    return _mm512_broadcast_i64x4(__builtin_bit_cast(__m256i, values));
-  }
-
   static const char* left(const PackedCodes& w, int32_t pair, int32_t chunk, int32_t count,
                           char* buffer) {
-    const auto run = w.group == 128 ? widen<1> : w.group == 64 ? widen<2> : widen<4>;
+    const int32_t groups = Codes<KIND>::kChunk / w.group;
+    const auto run = groups == 1 ? widen<1> : groups == 2 ? widen<2> : widen<4>;
     for (int32_t b = 0; b < 2; ++b) {
       run(w, 2 * pair + b, chunk, count, buffer + b * left_stride(w));
     }
@@ -230,27 +226,46 @@ struct AmxCodes4 : LinearAmx<AmxCodes4> {
 
   template <int GROUPS>
   static void widen(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
-    const int64_t groups = w.groups, at = (block * groups + int64_t{chunk} * GROUPS) * 16;
     const uint8_t* codes =
         w.codes + block * block_bytes(w) + int64_t{chunk} * 16 * kCodeBytes;
-    const float* scales = w.scales + at;
-    const uint8_t* zeros_at = w.zeros == nullptr ? nullptr : w.zeros + at;
-    for (int32_t c = 0; c < count; ++c, scales += GROUPS * 16) {
+    alignas(64) float scales[GROUPS][16], least[GROUPS][16];
+    for (int32_t c = 0; c < count; ++c, to += kSteps * kTileBytes) {
+      for (int g = 0; g < GROUPS; ++g) {
+        const Group group(w, block, (chunk + c) * GROUPS + g, 0);
+        store(scales[g], group.scale);
+        store(least[g], group.least);
+      }
       for (int o = 0; o < 16; ++o, codes += kCodeBytes) {
-        const vi words = load_bytes(codes);
-        const vi planes[] = {words, shift_words<4>(words), shift_words<8>(words),
-                             shift_words<12>(words)};
-        for (int g = 0; g < GROUPS; ++g) {
-          const float zero = zeros_at == nullptr ? 8.0f : zeros_at[g * 16 + o];
-          const vi values = values_of(scales[g * 16 + o], zero);
+        const auto widened = [&](vf values, int g) {
+          const vf weights = fma(values, all(scales[g][o]), all(least[g][o]));
+          return __builtin_bit_cast(__m256i, _mm512_cvtneps_pbh(weights));
+        };
+        if constexpr (KIND == kEight) {
 #pragma GCC unroll 4
-          for (int n = 4 / GROUPS * g; n < 4 / GROUPS * (g + 1); ++n) {
-            char* tile = to + (c * kSteps + n) * kTileBytes + o * 64;
-            _mm512_storeu_si512(tile, _mm512_permutexvar_epi16(planes[n], values));
+          for (int i = 0; i < 4; ++i) {
+            char* at = to + i / 2 * kTileBytes + o * 64 + i % 2 * 32;
+            const __m256i held = widened(load_codes(codes + 16 * i), i * GROUPS / 4);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), held);
+          }
+        } else {
+          const vf values =
+              KIND == kTable
+                  ? load_codes(w.table)
+                  : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+          const vi words = load_bytes(codes);
+          const vi planes[] = {words, shift_words<4>(words), shift_words<8>(words),
+                               shift_words<12>(words)};
+          for (int g = 0; g < GROUPS; ++g) {
+            // The weights of sixteen codes, twice.
+            const vi weights = _mm512_broadcast_i64x4(widened(values, g));
+#pragma GCC unroll 4
+            for (int n = 4 / GROUPS * g; n < 4 / GROUPS * (g + 1); ++n) {
+              char* tile = to + n * kTileBytes + o * 64;
+              _mm512_storeu_si512(tile, _mm512_permutexvar_epi16(planes[n], weights));
+            }
           }
         }
       }
-      if (zeros_at != nullptr) zeros_at += GROUPS * 16;
     }
   }
 
@@ -277,7 +292,7 @@ struct AmxCodes4 : LinearAmx<AmxCodes4> {
         __builtin_memset(to + count, 0, static_cast<size_t>(depth - count) * sizeof(bf16));
       }
       pack_columns(reinterpret_cast<const uint32_t*>(values), depth / 2, depth / 2,
-                   panel_at(call, static_cast<int32_t>(panel)));
+                   Shared::panel_at(call, static_cast<int32_t>(panel)));
     }
   }
 
@@ -286,5 +301,11 @@ struct AmxCodes4 : LinearAmx<AmxCodes4> {
     store_columns<T>(call, block, panel, reinterpret_cast<const float*>(sums), false);
   }
 };
+
+// Of bfloat16 rows.
+template <CodeKind KIND>
+void take_tiles(Kernels& kernels) {
+  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND>>(1), path<AmxGroups<KIND>>(16), 2};
+}
 
 }  // namespace onestem::ONESTEM_ISA

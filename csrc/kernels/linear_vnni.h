@@ -3,7 +3,7 @@
 
 namespace onestem::ONESTEM_ISA {
 
-struct ByteDots8 {
+struct ByteDots {
   using Code = int8_t;
   static constexpr int kOuts = 4;
   template <class T>
@@ -18,41 +18,33 @@ struct ByteDots8 {
   }
 };
 
-// 4-bit weights and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact
-// in float32 too. What the two ways below share: a row has the same bits in both.
-struct ByteRows4 {
-  // Whole numbers of a row, one after the other; of group g the scale and minus what its codes add up
-  // to, at g * stride.
+// Groups, and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact in float32
+// too. What the two ways below share: a row has the same bits in both.
+struct ByteRows {
+  // Whole numbers of a row, one after the other; of group g the scale and what its codes add up to,
+  // scaled, at g * stride.
   template <class T>
   static void round(const PackedCodes& w, const T* x, int32_t in, int8_t* codes, float* scales,
                     float* totals, int32_t stride) {
     for (int32_t g = 0; g < w.groups; ++g) {
       const int32_t from = g * w.group, count = clamp(in - from, 0, w.group);
-      const float scale = scale_of(x + from, count, Codes<8>::kLargest);
+      const float scale = scale_of(x + from, count, kLargest8);
       scales[g * stride] = scale;
       const int32_t total = round_codes_to(codes + from, x + from, count, scale);
-      totals[g * stride] = static_cast<float>(-total);
+      totals[g * stride] = scale * static_cast<float>(total);
       for (int32_t at = count; at < w.group; ++at) codes[from + at] = 0;
     }
   }
 
-  // Scales and zeros of group `g` of a block.
-  struct Group {
-    vf scale, zero;
-    Group(const PackedCodes& w, int32_t block, int32_t g) {
-      const int64_t at = (int64_t{block} * w.groups + g) * 16;
-      scale = load(w.scales + at);
-      zero = w.zeros == nullptr ? all(8.0f) : load_codes(w.zeros + at);
-    }
-    // `sums` and what codes and rows of a group give.
-    vf add(vf dots, float row_scale, float total, vf sums) const {
-      return fma(fma(zero, all(total), dots) * all(row_scale), scale, sums);
-    }
-  };
+  // `sums` and what codes and rows of a group give.
+  static vf add(const Group& group, vf dots, float row_scale, float total, vf sums) {
+    return fma(dots * all(row_scale), group.scale, fma(group.least, all(total), sums));
+  }
 };
 
-// Of few rows: codes are multiplied as they stand, their even and their odd nibbles.
-struct FewBytes4 : ByteRows4 {
+// Of few rows: codes are multiplied as they stand; those of 4 bits, their even and their odd nibbles.
+template <CodeKind KIND>
+struct FewBytes : ByteRows {
   static constexpr int kMost = 4;
 
   static size_t panel_bytes(const PackedCodes& w) { return PackedRow<int8_t>::bytes(w, w.groups); }
@@ -68,6 +60,10 @@ struct FewBytes4 : ByteRows4 {
     for (int64_t i = begin; i < end; ++i) {
       const PackedRow<int8_t> row(call.packed + i * panel_bytes(w), w, w.groups);
       const T* x = static_cast<const T*>(call.x) + i * call.in;
+      if (KIND == kEight) {
+        round(w, x, call.in, row.codes, row.scales, row.offsets, 1);
+        continue;
+      }
       round(w, x, call.in, codes, row.scales, row.offsets, 1);
       // Input 32n + j of a chunk at 64 (n % 2) + 2j + n / 2.
       for (int32_t from = 0; from < w.depth; from += 32) {
@@ -80,9 +76,9 @@ struct FewBytes4 : ByteRows4 {
 
   template <class T>
   static void multiply(const LinearCall& call, int32_t begin, int32_t end, char*) {
-    const int32_t group = call.weight.group;
-    const auto run = group == 128  ? block_of<1, kMost>
-                     : group == 64 ? block_of<2, kMost>
+    const int32_t groups = Codes<KIND>::kChunk / call.weight.group;
+    const auto run = groups == 1   ? block_of<1, kMost>
+                     : groups == 2 ? block_of<2, kMost>
                                    : block_of<4, kMost>;
     for (int32_t block = 2 * begin; block < 2 * end; ++block) {
       float sums[kMost][16];
@@ -106,46 +102,97 @@ struct FewBytes4 : ByteRows4 {
     vf acc[ROWS];
     for (vf& one : acc) one = zeros();
     for (int32_t c = 0; c < w.chunks; ++c) {
-      vi quads[ROWS][GROUPS][4];
-#pragma GCC unroll 4
-      for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
-        vi even[4], odd[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-          ask_for(codes + k * kCodeBytes);
-          const vi words = load_bytes(codes + k * kCodeBytes);
-          even[k] = both(words, all(0x0f0f0f0f));
-          odd[k] = both(shift_words<4>(words), all(0x0f0f0f0f));
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) {
-          const char* row = call.packed + r * bytes + c * 128;
-#pragma GCC unroll 4
-          for (int g = 0; g < GROUPS; ++g) {
-            const vi first = of_group<GROUPS>(load_bytes(row), g);
-            const vi second = of_group<GROUPS>(load_bytes(row + 64), g);
-            vi dots[4];
-#pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) {
-              dots[k] = all(0);
-              if (GROUPS < 4 || g % 2 == 0) dots[k] = _mm512_dpbusd_epi32(dots[k], even[k], first);
-              if (GROUPS < 4 || g % 2 == 1) dots[k] = _mm512_dpbusd_epi32(dots[k], odd[k], second);
-            }
-            quads[r][g][q] = sum_quarters(dots);
-          }
-        }
+      vi dots[ROWS][GROUPS];
+      if constexpr (KIND == kEight) {
+        dots_of_bytes<GROUPS, ROWS>(codes, call.packed + c * 64, bytes, dots);
+      } else {
+        dots_of_nibbles<GROUPS, ROWS>(w, codes, call.packed + c * 128, bytes, dots);
       }
+      codes += 16 * kCodeBytes;
       for (int g = 0; g < GROUPS; ++g) {
         const int32_t at = c * GROUPS + g;
-        const Group group(w, block, at);
+        const Group group(w, block, at, 0);
         for (int r = 0; r < ROWS; ++r) {
           const PackedRow<int8_t> row(call.packed + r * bytes, w, w.groups);
-          const vf dots = to_float(sum_quads(quads[r][g]));
-          acc[r] = group.add(dots, row.scales[at], row.offsets[at], acc[r]);
+          acc[r] = add(group, to_float(dots[r][g]), row.scales[at], row.offsets[at], acc[r]);
         }
       }
     }
     for (int r = 0; r < ROWS; ++r) store(sums[r], acc[r]);
+  }
+
+  // Sums of sixteen outputs over the groups of a chunk; rows are `bytes` apart.
+  template <int GROUPS, int ROWS>
+  __attribute__((always_inline)) static void dots_of_nibbles(const PackedCodes& w,
+                                                             const uint8_t* codes, const char* rows,
+                                                             size_t bytes,
+                                                             vi (&dots)[ROWS][GROUPS]) {
+    vi quads[ROWS][GROUPS][4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
+      vi even[4], odd[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        ask_for(codes + k * kCodeBytes);
+        const vi words = load_bytes(codes + k * kCodeBytes);
+        even[k] = both(words, all(0x0f0f0f0f));
+        odd[k] = both(shift_words<4>(words), all(0x0f0f0f0f));
+        if (KIND == kTable) even[k] = looked_up(w.table, even[k]);
+        if (KIND == kTable) odd[k] = looked_up(w.table, odd[k]);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const char* row = rows + r * bytes;
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) {
+          const vi first = of_group<GROUPS>(load_bytes(row), g);
+          const vi second = of_group<GROUPS>(load_bytes(row + 64), g);
+          vi parts[4];
+#pragma GCC unroll 4
+          for (int k = 0; k < 4; ++k) {
+            parts[k] = all(0);
+            if (GROUPS < 4 || g % 2 == 0) parts[k] = _mm512_dpbusd_epi32(parts[k], even[k], first);
+            if (GROUPS < 4 || g % 2 == 1) parts[k] = _mm512_dpbusd_epi32(parts[k], odd[k], second);
+          }
+          quads[r][g][q] = sum_quarters(parts);
+        }
+      }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      for (int g = 0; g < GROUPS; ++g) dots[r][g] = sum_quads(quads[r][g]);
+    }
+  }
+
+  // The same of bytes, where a quarter of a vector is 16 inputs.
+  template <int GROUPS, int ROWS>
+  __attribute__((always_inline)) static void dots_of_bytes(const uint8_t* codes, const char* rows,
+                                                           size_t bytes,
+                                                           vi (&dots)[ROWS][GROUPS]) {
+    vi quads[ROWS][4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const vi row = load_bytes(rows + r * bytes);
+        vi parts[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+          if (r == 0) ask_for(codes + k * kCodeBytes);
+          parts[k] = _mm512_dpbusd_epi32(all(0), load_bytes(codes + k * kCodeBytes), row);
+        }
+        quads[r][q] = sum_quarters(parts);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      vi quarters[4];
+      turn_quads(quads[r], quarters);
+      for (int g = 0; g < GROUPS; ++g) {
+        dots[r][g] = quarters[4 / GROUPS * g];
+        for (int i = 1; i < 4 / GROUPS; ++i) {
+          dots[r][g] = _mm512_add_epi32(dots[r][g], quarters[4 / GROUPS * g + i]);
+        }
+      }
+    }
   }
 
   // Of four vectors, sums of each one's four quarters: [quarter][vector].
@@ -168,6 +215,15 @@ struct FewBytes4 : ByteRows4 {
     return _mm512_add_epi32(_mm512_shuffle_i32x4(halves[0], halves[1], 0x88),
                             _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd));
   }
+  // The same, not added: [quarter][vector].
+  static void turn_quads(const vi (&x)[4], vi (&to)[4]) {
+    const vi low[] = {_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0x44)};
+    const vi high[] = {_mm512_shuffle_i32x4(x[0], x[1], 0xee), _mm512_shuffle_i32x4(x[2], x[3], 0xee)};
+    to[0] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
+    to[1] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
+    to[2] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
+    to[3] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
+  }
 
   // Bytes of group `g` of a chunk. Inputs 0 to 63 are the even bytes.
   template <int GROUPS>
@@ -179,7 +235,7 @@ struct FewBytes4 : ByteRows4 {
 
 // Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of
 // sixteen outputs, and meets a row's four.
-struct ManyBytes4 : ByteRows4 {
+struct ManyBytes : ByteRows {
   static constexpr int kRows = 12;  // of a panel: 24 of the 32 registers hold its sums
   static constexpr int32_t kStep = 2 * sizeof(vi);  // bytes of four inputs of a pair
   static constexpr int64_t kTurnedFit = 512 << 10;  // a share of the second-level cache
@@ -205,11 +261,12 @@ struct ManyBytes4 : ByteRows4 {
       for (int32_t r = 0; r < panel.rows; ++r) {
         const T* x = static_cast<const T*>(call.x) + (p * kRows + r) * call.in;
         round(w, x, call.in, codes, panel.scales + r, panel.totals + r, panel.rows);
-        // Of four neighbours the first, the third, the second, the fourth, as `turn` has them.
+        // Of four neighbours the first, the third, the second, the fourth, as `turned` has nibbles.
+        const int second = w.kind == kEight ? 1 : 2, third = 3 - second;
         for (int32_t d = 0; d < w.depth / 4; ++d) {
           const int8_t* of = codes + 4 * d;
           int8_t* to = panel.codes + 4 * (d * panel.rows + r);
-          to[0] = of[0], to[1] = of[2], to[2] = of[1], to[3] = of[3];
+          to[0] = of[0], to[1] = of[second], to[2] = of[third], to[3] = of[3];
         }
       }
     }
@@ -218,21 +275,24 @@ struct ManyBytes4 : ByteRows4 {
   template <class T>
   static void multiply(const LinearCall& call, int32_t begin, int32_t end, char* scratch) {
     const PackedCodes& w = call.weight;
-    const int64_t turned = turned_bytes(w);
+    const int64_t bytes = turned_bytes(w);
     // Codes for one panel are turned as they are multiplied, while memory brings the next ones.
     const int32_t step = call.rows <= kRows ? 1 : w.chunks;
+    const auto turn = w.kind == kFour    ? turned<kFour>
+                      : w.kind == kTable ? turned<kTable>
+                                         : turned<kEight>;
     float sums[kRows][32];
     for (int32_t c = 0; c < w.chunks; c += step) {
       for (int32_t pair = begin; pair < end; ++pair) {
         for (int32_t b = 0; b < 2; ++b) {
-          turn(w, 2 * pair + b, c, step, scratch + (pair - begin) * turned + b * sizeof(vi));
+          turn(w, 2 * pair + b, c, step, scratch + (pair - begin) * bytes + b * sizeof(vi));
         }
       }
       for (int64_t p = 0; p * kRows < call.rows; ++p) {
         const Panel panel(call, p);
         for (int32_t pair = begin; pair < end; ++pair) {
           if (c == 0) __builtin_memset(sums, 0, sizeof sums);
-          multiply_panel<kRows>(w, panel, pair, c, step, scratch + (pair - begin) * turned, sums);
+          multiply_panel<kRows>(w, panel, pair, c, step, scratch + (pair - begin) * bytes, sums);
           if (c + step < w.chunks) continue;
           for (int32_t r = 0; r < panel.rows; ++r) {
             for (int32_t b = 0; b < 2; ++b) {
@@ -261,9 +321,10 @@ struct ManyBytes4 : ByteRows4 {
   };
 
   // Four codes of sixteen outputs: low nibbles of words of `even`, and of the bytes above of `odd`.
-  static void store_fours(char* to, vi even, vi odd) {
+  template <CodeKind KIND>
+  static void store_fours(const PackedCodes& w, char* to, vi even, vi odd) {
     const vi fours = both(even, all(0x000f000f)) | both(odd, all(0x0f000f00));
-    _mm512_storeu_si512(to, fours);
+    _mm512_storeu_si512(to, KIND == kTable ? looked_up(w.table, fours) : fours);
   }
 
   // Words 0 to 15 of sixteen rows of codes: columns[j] has word j of each.
@@ -294,21 +355,28 @@ struct ManyBytes4 : ByteRows4 {
   }
 
   // The codes of `count` chunks of a block as bytes, at [inputs / 4][2 blocks][16][4 inputs].
-  static void turn(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
+  template <CodeKind KIND>
+  static void turned(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
     const uint8_t* codes =
         w.codes + block * block_bytes(w) + int64_t{chunk} * 16 * kCodeBytes;
-    for (int32_t c = 0; c < count; ++c, codes += 16 * kCodeBytes, to += 32 * kStep) {
+    constexpr int32_t kSteps = Codes<KIND>::kChunk / 4;
+    for (int32_t c = 0; c < count; ++c, codes += 16 * kCodeBytes, to += kSteps * kStep) {
       for (int i = 0; i < 16; ++i) ask_for(codes + i * kCodeBytes);
       vi words[16];
       columns_of(codes, words);
+      if constexpr (KIND == kEight) {
+#pragma GCC unroll 16
+        for (int d = 0; d < 16; ++d) _mm512_storeu_si512(to + d * kStep, words[d]);
+      } else {
 #pragma GCC unroll 8
-      for (int d = 0; d < 8; ++d) {
-        const vi even = words[2 * d], odd = words[2 * d + 1];
-        char* at = to + d * kStep;
-        store_fours(at, even, _mm512_slli_epi32(odd, 8));
-        store_fours(at + 8 * kStep, shift_words<4>(even), _mm512_slli_epi32(odd, 4));
-        store_fours(at + 16 * kStep, shift_words<8>(even), odd);
-        store_fours(at + 24 * kStep, shift_words<12>(even), shift_words<4>(odd));
+        for (int d = 0; d < 8; ++d) {
+          const vi even = words[2 * d], odd = words[2 * d + 1];
+          char* at = to + d * kStep;
+          store_fours<KIND>(w, at, even, _mm512_slli_epi32(odd, 8));
+          store_fours<KIND>(w, at + 8 * kStep, shift_words<4>(even), _mm512_slli_epi32(odd, 4));
+          store_fours<KIND>(w, at + 16 * kStep, shift_words<8>(even), odd);
+          store_fours<KIND>(w, at + 24 * kStep, shift_words<12>(even), shift_words<4>(odd));
+        }
       }
     }
   }
@@ -322,20 +390,21 @@ struct ManyBytes4 : ByteRows4 {
         return multiply_panel<ROWS - 1>(w, panel, pair, chunk, count, codes, sums);
       }
     }
-    const int32_t groups = Codes<4>::kChunk / w.group, end = (chunk + count) * groups;
+    const int32_t inputs = w.depth / w.chunks, groups = inputs / w.group;
+    const int32_t end = (chunk + count) * groups;
     const char* rows = reinterpret_cast<const char*>(panel.codes);
-    rows += int64_t{chunk} * Codes<4>::kChunk * ROWS;
+    rows += int64_t{chunk} * inputs * ROWS;
     for (int32_t g = chunk * groups; g < end; ++g) {
       int32_t dots[ROWS][32];
       multiply_group<ROWS>(codes, rows, w.group / 4, dots);
       codes += w.group / 4 * kStep, rows += w.group * ROWS;
       for (int b = 0; b < 2; ++b) {
-        const Group group(w, 2 * pair + b, g);
+        const Group group(w, 2 * pair + b, g, 0);
         for (int r = 0; r < ROWS; ++r) {
           const int32_t at = g * ROWS + r;
           float* to = sums[r] + b * 16;
-          store(to, group.add(to_float(load(dots[r] + b * 16)), panel.scales[at],
-                              panel.totals[at], load(to)));
+          store(to, add(group, to_float(load(dots[r] + b * 16)), panel.scales[at],
+                        panel.totals[at], load(to)));
         }
       }
     }
@@ -366,8 +435,18 @@ struct ManyBytes4 : ByteRows4 {
   }
 };
 
-constexpr LinearWays bytes4() {
-  return {path<FewBytes4>(1), path<ManyBytes4>(ManyBytes4::kRows), FewBytes4::kMost};
+template <CodeKind KIND>
+void take_bytes(Kernels& kernels) {
+  using Few = FewBytes<KIND>;
+  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost};
+  kernels.groups[KIND] = {{one_way<LinearGroups<KIND>>(), bytes, bytes}};
+}
+
+// Rows of 16 bits are multiplied as bytes; those of 32 would lose half of their bits.
+inline void take_bytes(Kernels& kernels) {
+  take_bytes<kFour>(kernels);
+  take_bytes<kTable>(kernels);
+  take_bytes<kEight>(kernels);
 }
 
 }  // namespace onestem::ONESTEM_ISA

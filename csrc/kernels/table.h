@@ -45,8 +45,10 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.count_before = count_before;
   kernels.group_tops = group_tops;
   kernels.tokens_from = tokens_from;
-  kernels.linear8 = any_type<Linear8<WordDots8>>();
-  kernels.linear4 = any_type<Linear4>();
+  kernels.channels = any_type<LinearChannels<WordDots>>();
+  kernels.groups[kFour] = any_type<LinearGroups<kFour>>();
+  kernels.groups[kTable] = any_type<LinearGroups<kTable>>();
+  kernels.groups[kEight] = any_type<LinearGroups<kEight>>();
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

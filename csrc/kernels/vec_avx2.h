@@ -134,6 +134,20 @@ inline vi multiply_pairs(vi a, vi b, vi sums) {
 inline vf load_codes(const uint8_t* p) {
   return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+inline vf load_codes(const int8_t* p) {
+  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// Of each byte of `index`, which is below 16, the byte at that place in a table.
+inline vi looked_up(const uint8_t* table, vi index) {
+  const __m128i held = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(held), index);
+}
+// One of N numbers `stride` apart in each Nth of the lanes.
+template <int N>
+inline vf spread(const float* p, int stride) {
+  if constexpr (N == 1) return all(*p);
+  return _mm256_blend_ps(all(*p), all(p[stride]), 0xf0);
+}
 // Their low 8 or 16 bits.
 template <class Code>
 inline void store_codes(Code* p, vi x) {

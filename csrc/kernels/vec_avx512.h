@@ -133,6 +133,21 @@ inline vi multiply_pairs(vi a, vi b, vi sums) {
 inline vf load_codes(const uint8_t* p) {
   return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline vf load_codes(const int8_t* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// Of each byte of `index`, which is below 16, the byte at that place in a table.
+inline vi looked_up(const uint8_t* table, vi index) {
+  const __m128i held = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(held), index);
+}
+// One of N numbers `stride` apart in each Nth of the lanes.
+template <int N>
+inline vf spread(const float* p, int stride) {
+  if constexpr (N == 1) return all(*p);
+  const float a = *p, b = p[stride * (N / 4)], c = p[stride * (N / 2)], d = p[stride * (N / 4 + N / 2)];
+  return _mm512_setr_ps(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d);
+}
 // Their low 8 or 16 bits.
 inline void store_codes(int8_t* p, vi x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));

@@ -174,9 +174,24 @@ inline vi multiply_pairs(vi a, vi b, vi sums) {
   const auto low = [](vi x) { return __builtin_bit_cast(vi, __builtin_bit_cast(vu, x) << 16) >> 16; };
   return sums + low(a) * low(b) + (a >> 16) * (b >> 16);
 }
-inline vf load_codes(const uint8_t* p) {
+template <class Code>
+inline vf load_codes(const Code* p) {
   vf x;
   for (int i = 0; i < kLanes; ++i) x[i] = p[i];
+  return x;
+}
+// Of each byte of `index`, which is below 16, the byte at that place in a table.
+inline vi looked_up(const uint8_t* table, vi index) {
+  typedef uint8_t vb __attribute__((vector_size(32)));
+  vb x = __builtin_bit_cast(vb, index);
+  for (int i = 0; i < 32; ++i) x[i] = table[x[i]];
+  return __builtin_bit_cast(vi, x);
+}
+// One of N numbers `stride` apart in each Nth of the lanes.
+template <int N>
+inline vf spread(const float* p, int stride) {
+  vf x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i * N / kLanes * stride];
   return x;
 }
 // Their low 8 or 16 bits.

@@ -19,7 +19,8 @@ from onestem.models.formats.products import Target, projection
 from onestem.models.linear import Layout, Projection
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows
-from onestem.ops.triton.tiled import TiledChannels, TiledGroups, Tiles, divided, num_sms
+from onestem.ops.triton.tiled import TiledChannels, Tiles, divided, num_sms
+from onestem.ops.triton.tiled_groups import TiledGroups
 from onestem.options import Quantize
 from onestem_lab.attention.rates import Rates
 from onestem_lab.layer import BYTES, DTYPE, LAYERS, microseconds
@@ -131,7 +132,7 @@ def _made(
     exact = weight.dense().double()
     if isinstance(weight, Channels):
         return standing, TiledChannels(weight.codes, weight.scales), exact
-    parts = weight.codes, weight.scales, weight.zeros, weight.group, weight.bits
+    parts = weight.codes, weight.scales, weight.zeros, weight.minimums, weight.group, weight.bits
     return standing, TiledGroups.of(*parts), exact
 
 

@@ -18,7 +18,14 @@ from onestem.request import (
 )
 from onestem.scores import PathScores
 
-__all__ = ["EngineStats", "broken", "refused_output", "request_output", "unbegun_output"]
+__all__ = [
+    "EngineStats",
+    "broken",
+    "metrics_of",
+    "refused_output",
+    "request_output",
+    "unbegun_output",
+]
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +45,7 @@ def request_output(state: RequestState) -> RequestOutput:
 
 
 def _output(state: RequestState) -> RequestOutput:
-    request, metrics = state.request, state.metrics
-    metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
+    request = state.request
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -48,13 +54,16 @@ def _output(state: RequestState) -> RequestOutput:
         finished=state.finished,
         prompt_logprobs=_prompt_logprobs(state),
         scores=_path_scores(state),
-        metrics=_copied(metrics),
+        metrics=metrics_of(state),
         reuse=state.reuse,
     )
 
 
-def _copied(metrics: RequestMetrics) -> RequestMetrics:
-    """As `dataclasses.replace`, in a tenth of its time: each token of a stream has an output."""
+def metrics_of(state: RequestState) -> RequestMetrics:
+    """What a request has cost so far. Copied in a tenth of the time of `dataclasses.replace`: each
+    token of a stream may have an output."""
+    metrics = state.metrics
+    metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
     copied = object.__new__(RequestMetrics)
     copied.__dict__.update(metrics.__dict__)
     return copied

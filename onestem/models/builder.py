@@ -15,8 +15,9 @@ from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm, activation_of
 from onestem.models.formats.experts import ExpertWeights, of_mxfp4
 from onestem.models.formats.gpu_experts import gpu_experts
-from onestem.models.formats.held import Weight, rounded_weight
-from onestem.models.formats.products import RoundedHead, Target, projection
+from onestem.models.formats.held import Groups, Weight, rounded_weight
+from onestem.models.formats.products import Target, packed_groups, projection
+from onestem.models.formats.tables import PackedHead, PackedTable, rounded_head
 from onestem.models.linear import Activation, Head, Layout, Linear, Projection
 from onestem.models.mlp import (
     ExpertLayer,
@@ -78,7 +79,7 @@ class Builder:
     def decoder(self) -> Decoder:
         """The whole decoder. Modules that `quantization` does not take are named in a warning."""
         model = self.tensors.model
-        embedding = self.tensor(model[Role.EMBEDDING])
+        embedding = self.table(model[Role.EMBEDDING])
         layers = [self.layer(index) for index in range(self.config.num_layers)]
         head = self.output_head(embedding)
         if self.kept:
@@ -102,14 +103,35 @@ class Builder:
             quantised=self.quantised,
         )
 
-    def output_head(self, embedding: Tensor) -> Head:
+    def table(self, spec: TensorSpec) -> Tensor | PackedTable:
+        """A table, in its groups where it is stored so and rows can be looked up in them."""
+        weight = self.packed(spec)
+        return self.tensor(spec) if weight is None else PackedTable(weight, self.target)
+
+    def packed(self, spec: TensorSpec) -> Groups | None:
+        """The groups of a table or head; None: it is kept in the model's dtype."""
+        if self.on_gpu or not self.source.keeps(spec):
+            return None
+        weight = self.source.weight(spec)
+        if not isinstance(weight, Groups) or not PackedTable.takes(weight, self.target):
+            return None
+        return weight
+
+    def output_head(self, embedding: Tensor | PackedTable) -> Head:
         """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded
         where `rounds_head` says so."""
         model, layout = self.tensors.model, self.target.layout
-        weight = self.source(model[Role.HEAD]) if Role.HEAD in model else embedding
         bias = self.optional(model, Role.HEAD_BIAS)
+        if Role.HEAD in model:
+            own = self.packed(model[Role.HEAD])
+            if own is not None:
+                return PackedHead(packed_groups(own), layout, bias)
+        elif isinstance(embedding, PackedTable):
+            return PackedHead(embedding.packed, layout, bias)
+        weight = self.source(self.tensors.head) if Role.HEAD in model else embedding
+        assert isinstance(weight, Tensor)
         if rounds_head(self.config, self.quantization, self.target):
-            return RoundedHead(weight, layout, bias)
+            return rounded_head(weight, layout, bias)
         head = Head(weight, layout, bias)
         self.places.append(ProductPlace(head, (self.tensors.head,)))
         return head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,9 @@ Singles = Mapping[str, Sequence[Sequence[TensorSpec]]]
 # How the modules are stored that are quantised, each with its weight.
 Schemes = Mapping[str, tuple[Scheme, TensorSpec]]
 
+# Whether a scheme's weights stay as they are stored.
+Keeps = Callable[[Scheme], bool]
+
 log = logging.getLogger(__name__)
 
 BYTES = ("U8",)  # dtypes of tensors of mxfp4
@@ -73,6 +76,10 @@ class Source(Protocol):
     def weight(self, spec: TensorSpec) -> Weight:
         """The weight of a module on the decoder's device, quantised as stored or in the decoder's
         dtype."""
+        ...
+
+    def keeps(self, spec: TensorSpec) -> bool:
+        """Whether a weight is given as the blocks of a GGUF file, also that of a table or head."""
         ...
 
     def singles(self, spec: TensorSpec) -> Sequence[Sequence[TensorSpec]] | None:
@@ -124,7 +131,8 @@ class Checkpoint:
 
     def __call__(self, spec: TensorSpec, as_dtype: torch.dtype | None = None) -> Tensor:
         dtype = as_dtype or self._dtype
-        if spec.module in self.schemes:  # a table or a head: they are used dense
+        if spec.module in self.schemes and not self.keeps(spec):
+            # A table or a head: they are used dense.
             whole = dense(self.weight(spec), dtype)
             return whole if spec.cut is None else spec.cut.filled(whole)
         stored = self._stored(spec.name, spec.cut, dtype)
@@ -145,8 +153,15 @@ class Checkpoint:
             stored = self._stored(at, cut)
             return stored.to(self._device) if self._copy is None else self._copy(stored)
 
+        held = self._held.get(spec.name)
+        if isinstance(held, GgufTensor):
+            return held.groups(spec.cut).to(self._device)
         weight = stored_weight(self.schemes[module][0], get, *_size(spec), spec.cut)
         return weight.to(self._dtype) if isinstance(weight, Tensor) else weight
+
+    def keeps(self, spec: TensorSpec) -> bool:
+        """See `Source`."""
+        return spec.module in self.schemes and isinstance(self._held.get(spec.name), GgufTensor)
 
     def singles(self, spec: TensorSpec) -> Sequence[Sequence[TensorSpec]] | None:
         """See `Source`."""
@@ -233,12 +248,20 @@ class Staging:
 
 
 def open_checkpoint(
-    directory: str | Path, tensors: Tensors, dtype: torch.dtype, device: torch.device
+    directory: str | Path,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps: Keeps = lambda scheme: False,
 ) -> Checkpoint:
     """Source of a directory, or of a GGUF file, that holds all of `tensors` and no others.
 
     A weight of all experts may be held as tensors of single ones. A quantised module has the
     tensors of its format instead of its `weight`.
+
+    Args:
+        keeps: whether weights of a GGUF file are given as the blocks that they are stored in;
+            others are de-quantised.
 
     Raises:
         UnsupportedError: quantised modules of this family are not supported.
@@ -246,7 +269,9 @@ def open_checkpoint(
     """
     config, directory = tensors.config, Path(directory)
     if directory.is_file():
-        return Checkpoint(gguf_tensors(directory, tensors), {}, {}, dtype, device)
+        return Checkpoint(
+            gguf_tensors(directory, tensors), _blocks(config, tensors, keeps), {}, dtype, device
+        )
     held = _headers(config, tensor_files(directory))
     specs = {spec.name: spec for spec in tensors}
     singles = _singles_in_files(tensors, held)
@@ -268,6 +293,18 @@ def open_checkpoint(
     checkpoint = Checkpoint(held, schemes, singles, dtype, device)
     checkpoint.check_values(specs.values())
     return checkpoint
+
+
+def _blocks(config: ModelConfig, specs: Iterable[TensorSpec], keeps: Keeps) -> Schemes:
+    """Schemes of the modules of a GGUF file that stay in their blocks."""
+    found = {}
+    for spec in specs:
+        if spec.module is None or config.quantization is None:
+            continue
+        scheme = config.quantization.scheme(spec.module)
+        if scheme is not None and keeps(scheme):
+            found[spec.module] = (scheme, spec)
+    return found
 
 
 def _singles_in_files(tensors: Tensors, held: Collection[str]) -> Singles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from onestem.models.description import Description, Yarn
 from onestem.models.families import FAMILIES, refusal
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.models.gguf.architectures import config_fields as gguf_fields
+from onestem.models.gguf.schemes import blocks_of
 from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
@@ -66,7 +67,7 @@ class ModelConfig(Description):
         description = FAMILIES[architecture].read(fields, architecture)
         four_bits = description.experts is not None and description.experts.mxfp4
         generation = _generation_fields(Path(path))
-        return ModelConfig(
+        config = ModelConfig(
             **{**vars(description), "max_position_embeddings": _max_positions(description)},
             torch_dtype=common.one_of(
                 "torch_dtype" if common.values.get("dtype") is None else "dtype",
@@ -77,6 +78,9 @@ class ModelConfig(Description):
             bos_token_id=_bos_token_id(common, generation),
             eos_token_ids=_eos_token_ids(common, generation),
         )
+        if not Path(path).is_file():
+            return config
+        return replace(config, quantization=blocks_of(Path(path), config.tensor_names))
 
     @cached_property
     def tensor_names(self) -> TensorNames:

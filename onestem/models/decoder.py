@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onestem.models.config import ModelConfig
 from onestem.models.description import Alibi
+from onestem.models.formats.tables import PackedTable
 from onestem.models.linear import Activation, Head, Projection, held_tensors, padded_rows, step_rows
 from onestem.models.mlp import ExpertLayer, ExpertsBeside, Mlp
 from onestem.models.part import part_of
@@ -100,7 +101,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Tensor | PackedTable,
         layers: Sequence[Layer],
         norm: Norm,
         head: Head,

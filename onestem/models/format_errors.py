@@ -16,7 +16,7 @@ from onestem.models.config import ModelConfig
 from onestem.models.formats.held import dense
 from onestem.models.formats.products import projection
 from onestem.models.names import Role
-from onestem.models.sizes import rounds_head, target_of
+from onestem.models.sizes import kept_by, rounds_head, target_of
 from onestem.models.tensors import Tensors
 from onestem.ops import LayerOps
 from onestem.options import Quantize
@@ -70,7 +70,7 @@ def format_errors(
         ConfigError: nothing is quantised that could be compared with `original`.
         WeightsError: a directory does not hold the model.
     """
-    held = tensors, source = _opened(path, dtype, device)
+    held = tensors, source = _opened(path, dtype, device, quantization)
     config, schemes = tensors.config, source.schemes
     stored = config.experts is not None and config.experts.mxfp4
     if not schemes and not stored and quantization is None:
@@ -83,7 +83,7 @@ def format_errors(
     target = target_of(tensors, dtype, device)
     truth, unrounded = (None if schemes else source), None
     if original is not None:
-        unrounded = _, truth = _opened(original, dtype, device)
+        unrounded = _, truth = _opened(original, dtype, device, None)
     generator = torch.Generator(device).manual_seed(0)
 
     def rows(size: int) -> torch.Tensor:
@@ -119,9 +119,12 @@ def format_errors(
         yield from _of_experts(builder, unrounded, layer, module, rows(config.hidden_size))
 
 
-def _opened(path: Path, dtype: torch.dtype, device: torch.device) -> _Model:
+def _opened(
+    path: Path, dtype: torch.dtype, device: torch.device, quantization: Quantize | None
+) -> _Model:
     tensors = Tensors(with_own_head(path, ModelConfig.from_directory(path)))
-    return tensors, open_checkpoint(path, tensors, dtype, device)
+    keeps = kept_by(target_of(tensors, dtype, device), quantization)
+    return tensors, open_checkpoint(path, tensors, dtype, device, keeps)
 
 
 def _quantised_experts(model: _Model, quantization: Quantize | None) -> Iterator[tuple[int, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from onestem.errors import WeightsError
 from onestem.models.cuts import Cut
+from onestem.models.formats.held import Groups, of_columns
 from onestem.models.gguf.architectures import NAMES, Architecture, architecture_of
+from onestem.models.gguf.blocks import groups_of
 from onestem.models.gguf.file import RawTensor, open_gguf
 from onestem.models.gguf.values import values_of
 from onestem.models.names import Role, listed
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 
-__all__ = ["GgufTensor", "gguf_tensors"]
+__all__ = ["GgufTensor", "by_halves", "gguf_tensors"]
 
 # Tensors that are fields of the model, and read with them.
 _FIELDS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -32,12 +34,14 @@ class GgufTensor:
 
     Attributes:
         arrange: makes it of theirs.
+        transposed: its last two dimensions are swapped after that.
         offset: subtracted from their numbers, which have it in the file.
     """
 
     shape: tuple[int, ...]
     parts: tuple[RawTensor, ...]
     arrange: Arrange
+    transposed: bool = False
     offset: float = 0.0
 
     @property
@@ -54,8 +58,23 @@ class GgufTensor:
             read = [(values_of(part, torch.float32) - self.offset).to(dtype) for part in self.parts]
         else:
             read = [values_of(part, dtype) for part in self.parts]
-        whole = self.arrange(read).reshape(self.shape)
+        whole = self.arrange(read)
+        whole = (whole.mT.contiguous() if self.transposed else whole).reshape(self.shape)
         return whole if cut is None else cut.of(whole)
+
+    def groups(self, cut: Cut | None) -> Groups:
+        """The blocks of a matrix, or a part of it: `[out_features, in_features]`."""
+        (raw,) = self.parts
+        weight = groups_of(raw)
+        at = self.arrange([torch.arange(raw.num_rows)[:, None]])[:, 0]
+        if cut is not None and cut.dim == int(self.transposed):
+            kept = cut.within(len(at)).spans
+            return weight.rows(torch.cat([at[slice(*span)] for span in kept])).filled(len(cut))
+        if cut is not None:
+            (span,), size = cut.spans, weight.codes.shape[1]
+            codes = weight.codes[:, slice(*span)].contiguous()
+            weight = of_columns(replace(weight, codes=codes), span, size)
+        return weight if torch.equal(at, at.sort().values) else weight.rows(at)
 
 
 def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
@@ -81,7 +100,7 @@ def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
             else:
                 parts.append(raw)
         offset = tensors.config.norm_offset if spec.kind is Kind.NORM else 0.0
-        found[spec.name] = GgufTensor(spec.shape, tuple(parts), arrange, offset)
+        found[spec.name] = GgufTensor(spec.shape, tuple(parts), arrange, spec.transposed, offset)
     if missing:
         needs = f"tensors that {file.header.fields['general.architecture']} needs"
         raise WeightsError(f"{path} lacks {needs}: {listed(missing)}")
@@ -125,20 +144,14 @@ def _arranged(
         roles = (Role.EXPERT_DOWN,)
     elif one.turned and spec.role in (Role.Q, Role.K):
         heads = config.num_q_heads if spec.role is Role.Q else config.num_kv_heads
-        arrange = partial(_by_halves, heads)
+        arrange = partial(by_halves, heads)
     elif spec.role is Role.QKV and config.tensor_names.grouped:
         arrange = partial(_by_kv_head, config.num_q_heads, config.num_kv_heads)
-    if spec.transposed:
-        arrange = partial(_transposed, arrange)
     return dict.fromkeys(named(*roles), shape), arrange
 
 
 def _as_it_is(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
-
-
-def _transposed(arrange: Arrange, parts: Sequence[Tensor]) -> Tensor:
-    return arrange(parts).mT.contiguous()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -151,7 +164,7 @@ def _alternating(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts), dim=2).flatten(1, 2)
 
 
-def _by_halves(heads: int, parts: Sequence[Tensor]) -> Tensor:
+def by_halves(heads: int, parts: Sequence[Tensor]) -> Tensor:
     """Rows of each head for pairs (i, i + half), where the file has them as neighbours."""
     rows = parts[0]
     pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])

@@ -16,7 +16,7 @@ from onestem.options import Quantize
 
 __all__ = ["Quantization", "Scheme", "Storage", "read_quantization"]
 
-Storage = Literal["float8", "int8", "packed", "gptq", "awq"]
+Storage = Literal["float8", "int8", "packed", "gptq", "awq", "blocks"]
 
 BITS = (4, 8)
 
@@ -32,6 +32,7 @@ class Scheme:
         symmetric: no zero points.
         rounds_rows: products round their input to the weights' type, each row by its own maximum.
         zero_offset: added to stored zero points.
+        kind: of blocks of a GGUF file.
     """
 
     storage: Storage
@@ -41,6 +42,7 @@ class Scheme:
     symmetric: bool = True
     rounds_rows: bool = False
     zero_offset: int = 0
+    kind: str = ""
 
     @property
     def nearest(self) -> Quantize | None:
@@ -57,7 +59,7 @@ class Quantization:
     """The schemes of a checkpoint.
 
     Attributes:
-        method: its name in `config.json`.
+        method: its name in `config.json`, or the types of blocks.
         schemes: each with its modules: names, `re:` and a pattern of names, or `Linear` for all.
     """
 
@@ -70,6 +72,11 @@ class Quantization:
         none, or there are several."""
         kinds = {scheme.nearest for _, scheme in self.schemes}
         return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def converts(self) -> bool:
+        """Whether the weights are read as numbers where another format is asked for."""
+        return all(scheme.storage == "blocks" for _, scheme in self.schemes)
 
     def scheme(self, module: str) -> Scheme | None:
         """The first scheme that names a module, else the first that is for all."""

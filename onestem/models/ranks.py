@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,21 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 if TYPE_CHECKING:
     from onestem.ops.triton.peers import PeerMemory
 
-__all__ = ["ALONE", "Ranks"]
+__all__ = ["ALONE", "Ranks", "Table"]
 
 # On a GPU collectives run in the computing stream, without events for another one.
 _SUM, _GATHER, _FIRST = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
 _SUM.asyncOp = _GATHER.asyncOp = _FIRST.asyncOp = False
+
+
+class Table(Protocol):
+    """A table that is no tensor."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows `ids`, `[n, width]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -72,15 +82,19 @@ class Ranks:
         assert self.group is not None
         _ended(self.group.broadcast([x], _FIRST))
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor | Table) -> Tensor:
         """Rows `ids` (int64 `[n]`) of a table, `[n, width]`. Each rank holds `[part, width]` of the
         table, in the order of ranks."""
         if self.size == 1:
-            return F.embedding(ids, table)
+            return _rows(table, ids)
         rows = ids - self.rank * len(table)
         here = (rows >= 0) & (rows < len(table))
-        found = F.embedding(rows.clamp_(0, len(table) - 1), table)
+        found = _rows(table, rows.clamp_(0, len(table) - 1))
         return self.sum(torch.where(here[:, None], found, 0))
+
+
+def _rows(table: Tensor | Table, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
 def _ended(work: Work | None) -> None:

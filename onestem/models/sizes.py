@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -13,14 +13,10 @@ import torch
 from onestem.models.config import ModelConfig
 from onestem.models.formats.experts import ExpertWeights, of_mxfp4
 from onestem.models.formats.gpu_experts import gpu_experts
-from onestem.models.formats.held import Weight
-from onestem.models.formats.products import (
-    RoundedHead,
-    Target,
-    empty_weight,
-    projection,
-    row_bytes,
-)
+from onestem.models.formats.held import Channels, Groups, Weight, rounded_weight
+from onestem.models.formats.products import Target, projection, takes_groups
+from onestem.models.formats.tables import takes_rounded_head
+from onestem.models.gguf.blocks import empty_groups
 from onestem.models.linear import choose_layout, held_tensors
 from onestem.models.names import Role
 from onestem.models.quantization import Scheme
@@ -28,7 +24,15 @@ from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.ops.experts import MX_BLOCK
 from onestem.options import Quantize
 
-__all__ = ["formats_of", "quantised_as", "rounds_head", "target_of", "weight_bytes"]
+__all__ = [
+    "formats_of",
+    "keeps",
+    "kept_by",
+    "quantised_as",
+    "rounds_head",
+    "target_of",
+    "weight_bytes",
+]
 
 OF_EXPERTS = (Kind.EXPERTS, Kind.CODES, Kind.POWERS)
 
@@ -54,7 +58,8 @@ def formats_of(
     """Formats of a model's modules, from its configuration alone: modules that are left out are
     known only from the weights' files."""
     tensors = Tensors(config)
-    modules = [one.module for one in tensors.matrices if one.module is not None]
+    kinds = {one.module: one.kind for one in tensors if one.module is not None}
+    modules = [module for module, kind in kinds.items() if kind is Kind.MATRIX]
     if config.experts is not None and not config.experts.mxfp4:
         singles = (one for whole in tensors.of_experts for one in chain(*tensors.singles(whole)))
         modules += [one.module for one in singles if one.module is not None]
@@ -63,7 +68,10 @@ def formats_of(
         head = [config.tensor_names[Role.HEAD]] if rounded else []
         return dict.fromkeys(modules + head, quantization)
     stored = config.quantization
-    schemes = {} if stored is None else {module: stored.scheme(module) for module in modules}
+    if stored is None:
+        return {}
+    modules = list(kinds) if stored.converts else modules
+    schemes = {module: stored.scheme(module) for module in modules}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 
@@ -71,7 +79,12 @@ def rounds_head(config: ModelConfig, quantization: Quantize | None, target: Targ
     """Whether the head is also rounded, to int8: on a CPU, where it takes as long as many
     layers."""
     rounded = quantization in ("int8", "int4")
-    return rounded and RoundedHead.takes(config.hidden_size, target)
+    return rounded and takes_rounded_head(config.hidden_size, target)
+
+
+def kept_by(target: Target, quantization: Quantize | None) -> Callable[[Scheme], bool]:
+    """Which schemes of a GGUF file's modules stay as they are stored."""
+    return functools.cache(lambda scheme: quantization is None and keeps(scheme, target))
 
 
 def weight_bytes(
@@ -87,15 +100,19 @@ def weight_bytes(
     """
     tensors, forms = Tensors(config), formats or {}
     target = target_of(tensors, dtype, device)
-    per_row = functools.cache(lambda form, size: row_bytes(form, size, target))
-    if config.tensor_names[Role.HEAD] in forms:
+    per_row = functools.cache(lambda form, size: _row_bytes(form, size, target))
+    head = config.tensor_names[Role.HEAD]
+    if isinstance(forms.get(head), str):
         total = int(config.vocab_size * per_row("int8", config.hidden_size))
+    elif _is_packed(forms.get(tensors.head.module or ""), target):
+        total = 0  # counted below
     else:
         itemsize = target.layout.head_itemsize(dtype, tied=config.tie_embeddings)
         total = config.vocab_size * config.hidden_size * itemsize
     for spec in tensors:
         form = forms.get(spec.module or "")
-        if spec.kind is Kind.MATRIX and form is not None:
+        packed = spec.role in (Role.EMBEDDING, Role.HEAD) and _is_packed(form, target)
+        if form is not None and (packed or spec.kind is Kind.MATRIX):
             out, size = reversed(spec.shape) if spec.transposed else spec.shape
             total += int(out * per_row(form, size))
         elif spec.kind not in OF_EXPERTS and spec.role is not Role.HEAD:
@@ -107,6 +124,53 @@ def weight_bytes(
             firsts = [tensors.singles(whole)[0][0].module for whole in wholes]
             total += wholes[0].shape[0] * per_expert(*(forms.get(one or "") for one in firsts))
     return total
+
+
+def _row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
+    """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
+    few rows that are made here."""
+    some = 128
+    product = projection([_empty_weight(form, some, size, target)], None, None, target)
+    return sum(tensor.nbytes for tensor in held_tensors(product)) / some
+
+
+def _empty_weight(form: Scheme | Quantize | None, out: int, size: int, target: Target) -> Weight:
+    """A weight of zeros in a format; None: the target's dtype."""
+    if isinstance(form, Scheme):
+        return _empty(form, out, size, target.device)
+    zeros = torch.zeros(out, size, dtype=target.dtype, device=target.device)
+    return zeros if form is None else rounded_weight(zeros, form)
+
+
+def keeps(scheme: Scheme, target: Target) -> bool:
+    """Whether weights of a scheme that stores groups are multiplied, and looked up, as such."""
+    weight = _empty(scheme, 32, 512, target.device)
+    return isinstance(weight, Groups) and takes_groups(weight, target)
+
+
+def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
+    if scheme.storage == "blocks":
+        return empty_groups(scheme.kind, out, size).to(device)
+    floats = scheme.storage == "float8"
+    if scheme.rounds_rows and scheme.columns is None:
+        kind = torch.float8_e4m3fn if floats else torch.int8
+        return Channels(
+            torch.zeros(out, size, device=device).to(kind), torch.ones(out, device=device)
+        )
+    group = scheme.columns or size
+    scales = torch.ones(out, -(-size // group), device=device)
+    zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
+    zeros[0] += not scheme.symmetric  # zero points that differ are kept
+    kind = torch.float8_e4m3fn if floats else torch.uint8
+    codes = torch.zeros(out, size, device=device).to(kind)
+    return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
+
+
+def _is_packed(form: Scheme | Quantize | None, target: Target) -> bool:
+    """Whether a table or head stays in the blocks of a GGUF file."""
+    if not isinstance(form, Scheme) or form.storage != "blocks":
+        return False
+    return target.device.type == "cpu" and keeps(form, target)
 
 
 def _expert_bytes(
@@ -123,7 +187,7 @@ def _expert_bytes(
             blocks = torch.zeros(out, size // 2, dtype=torch.uint8, device=target.device)
             weight: Weight = of_mxfp4(blocks, blocks[:, :: MX_BLOCK // 2])
         else:
-            weight = empty_weight(form, out, size, target)
+            weight = _empty_weight(form, out, size, target)
         return ExpertWeights.of("", [[weight]])
 
     up, down = empty(forms[0], 2 * inner, hidden), empty(forms[1], hidden, inner)

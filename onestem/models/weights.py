@@ -18,7 +18,7 @@ from onestem.models.decoder import Decoder
 from onestem.models.names import Role
 from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
-from onestem.models.sizes import target_of
+from onestem.models.sizes import kept_by, target_of
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
@@ -66,8 +66,8 @@ def load_decoder(
             "parameters (this has %.0f million); int8 and fp8 cost few",
             tensors.num_parameters / 1e6,
         )
-    source = open_checkpoint(path, tensors, dtype, target)
     products = target_of(tensors, dtype, target)
+    source = open_checkpoint(path, tensors, dtype, target, kept_by(products, quantization))
     return Builder(tensors, source, products, quantization).decoder()
 
 
@@ -89,11 +89,13 @@ def random_decoder(
 def refuse_rounding_twice(
     path: str | Path, config: ModelConfig, quantization: Quantize | None
 ) -> None:
-    """Raise `ConfigError` if weights that are quantised are to be rounded."""
-    if quantization is not None and config.quantization is not None:
+    """Raise `ConfigError` if weights that are quantised are to be rounded. Blocks of GGUF files
+    can be: their numbers are."""
+    stored = config.quantization
+    if quantization is not None and stored is not None and not stored.converts:
         raise ConfigError(
             f"quantization is {quantization}, and the weights of {path} are quantised "
-            f"({config.quantization.method}): leave it out"
+            f"({stored.method}): leave it out"
         )
 
 
@@ -105,7 +107,8 @@ def checked_config(path: str | Path) -> tuple[ModelConfig, dict[str, Scheme]]:
         WeightsError: names what is missing, unknown, of another shape or unreadable.
     """
     config = with_own_head(path, ModelConfig.from_directory(path))
-    source = open_checkpoint(path, Tensors(config), torch.float32, torch.device("cpu"))
+    keeps = lambda scheme: True  # noqa: E731
+    source = open_checkpoint(path, Tensors(config), torch.float32, torch.device("cpu"), keeps)
     return config, {module: scheme for module, (scheme, _) in source.schemes.items()}
 
 
@@ -128,6 +131,9 @@ class _RandomSource:
 
     def weight(self, spec: TensorSpec) -> Tensor:
         return self(spec)
+
+    def keeps(self, spec: TensorSpec) -> bool:
+        return False
 
     def singles(self, spec: TensorSpec) -> None:
         return None

@@ -25,6 +25,7 @@ from onestem.openai.schema import (
     ToolChoice,
 )
 from onestem.openai.tools import CheckSchema, ToolForm, Tools
+from onestem.openai.write import Dialect
 from onestem.rawtext import RawText, Span
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
 from onestem.scores import Encoder, ScoreTask
@@ -157,6 +158,7 @@ class Asked:
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
+        dialect: how its answer is written; None: as OpenAI's.
     """
 
     kind: Kind
@@ -173,6 +175,7 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
+    dialect: Dialect | None = None
 
     def quoting(self, quoted: Mapping[str, Sequence[tuple[Span, ...]]]) -> Asked:
         """The body of a line with some parts of its texts quoted: those of each text of a field, by

@@ -35,9 +35,11 @@ __all__ = [
     "FIELDS",
     "MAX_MESSAGES",
     "MAX_PROMPTS",
+    "MAX_TOOLS",
     "NEUTRAL",
     "SAMPLING",
     "BatchBody",
+    "CallFields",
     "ChatBody",
     "ChatFields",
     "CompletionBody",
@@ -53,6 +55,7 @@ __all__ = [
     "SchemaBody",
     "ScoreBody",
     "TokenizeBody",
+    "ToolName",
     "UploadBody",
     "URL_OF_KIND",
 ]
@@ -137,10 +140,17 @@ class Message(Object):
         return self
 
 
+ToolName = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9_.-]{1,128}$",
+        json_schema_extra={EXPECTED: "up to 128 letters, digits, '_', '-' and '.'"},
+    ),
+]
+
+
 class Function(Object):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
-        json_schema_extra={EXPECTED: "up to 64 letters, digits, '_', '-' and '.'"}
-    )
+    name: ToolName
     description: str | None = None
 
     parameters: dict[str, Any] | None = None
@@ -231,7 +241,7 @@ class StreamOptions(Object):
     """End the stream with a chunk that has the whole answer's `usage`."""
 
 
-class _CallFields(Object):
+class CallFields(Object):
     """Fields of all bodies that a model answers."""
 
     beside: ClassVar[Mapping[str, beside_vllm.Name]] = beside_vllm.SAMPLING | beside_vllm.FIELDS
@@ -251,7 +261,7 @@ class _CallFields(Object):
     metadata: dict[str, Any] | None = None
 
 
-class _Fields(_CallFields):
+class _Fields(CallFields):
     """Fields of both kinds of completion, besides those of `SamplingParams`."""
 
     return_token_ids: bool | None = None
@@ -403,7 +413,7 @@ ChatBody = _whole("ChatBody", "chat", {"max_tokens": None})
 CompletionBody = _whole("CompletionBody", "completion", {})
 
 
-class ScoreBody(_CallFields, RawTexts):
+class ScoreBody(CallFields, RawTexts):
     """How probable texts are: those that may follow a prompt, or whole ones."""
 
     prompt: _OneOrMore = None

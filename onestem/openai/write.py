@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from onestem.openai.schema import Kind
 from onestem.openai.tools import CallParser, Calls, ToolForm
@@ -16,6 +16,8 @@ from onestem.utf8 import Places, decoded, last_bytes
 
 __all__ = [
     "Chunks",
+    "Dialect",
+    "DialectWriter",
     "NotANumberError",
     "ResponseFormat",
     "answer_body",
@@ -55,6 +57,62 @@ class ResponseFormat:
     skips_special: bool = True
     echo_offsets: Sequence[int] = ()
     echoed_characters: int = 0
+
+
+class Dialect(Protocol):
+    """How another API than OpenAI's chat writes the one answer to a chat.
+
+    Attributes:
+        id_prefix: what names of its answers begin with.
+    """
+
+    id_prefix: str
+
+    def writer(
+        self,
+        name: str,
+        created: int,
+        form: ResponseFormat,
+        usage: Callable[[], Mapping[str, Any]],
+    ) -> DialectWriter:
+        """The writer of one answer.
+
+        Args:
+            name, created: its id, and when it was asked for in unix seconds.
+            usage: what it has cost so far, once it has begun.
+        """
+        ...
+
+
+class DialectWriter(Protocol):
+    """Writes one answer, either whole or as events. `events`, `token` and `usage` are as those of
+    `Chunks`, but there is always a usage.
+
+    Attributes:
+        ping: an event for a stream that waits; b"": there is none.
+    """
+
+    ping: bytes
+
+    def whole(self, piece: CompletionOutput, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of the whole answer."""
+        ...
+
+    def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
+        """The events for what has come."""
+        ...
+
+    def token(self, token_id: int, text: str) -> bytes:
+        """The events for one further token."""
+        ...
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The last events."""
+        ...
+
+    def failed(self, status: int, message: str) -> bytes:
+        """The last events of a stream that fails; `status` is that of its error."""
+        ...
 
 
 def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[str, Any]:
@@ -314,6 +372,8 @@ class Chunks:
         n: sequences of each of its prompts.
         include_usage: the last event has the usage, all others have null.
     """
+
+    ping = b""  # see `DialectWriter`
 
     def __init__(
         self,

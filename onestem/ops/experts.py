@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["MAX_POWER", "MX_BLOCK", "GroupedWeight"]
+__all__ = ["E2M1", "MAX_POWER", "MX_BLOCK", "GroupedWeight"]
 
 # Values that share a scale in mxfp4 (OCP Microscaling Formats 1.0, section 5.2).
 MX_BLOCK = 32
 
 # The largest scale (2) that a product widens inside: weights of up to 12.
 MAX_POWER = 128
+
+_POSITIVE = (0, 1, 2, 3, 4, 6, 8, 12)
+E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
+"""What codes of e2m1 (sign, two bits of exponent, one of mantissa) stand for, doubled: whole
+numbers."""
 
 
 @dataclass(frozen=True, eq=False)

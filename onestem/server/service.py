@@ -22,6 +22,7 @@ from onestem.server.link.supervisor import Launcher
 from onestem.server.logs import log
 from onestem.server.objects.jobs import Jobs
 from onestem.server.objects.prefixes import Prefixes, read_app
+from onestem.server.objects.responses import StoredResponses
 from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import Store
 from onestem.server.objects.tenants import Keys, read_key_file
@@ -61,6 +62,7 @@ class Service:
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
         positions = ModelConfig.from_directory(path).max_position_embeddings
         self.schemas = Schemas(self.client, tokenizer, positions, self.store)
+        self.responses = StoredResponses()
         self.records = Records(self.client, self.model)
         self.jobs = Jobs(
             self.store,

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-__all__ = ["CHANGES", "vocabulary", "write_file", "write_gguf"]
+__all__ = ["CHANGES", "HALVES", "random_blocks", "vocabulary", "write_file", "write_gguf"]
 
 _HEAD = {"query_pre_attn_scalar": 32}  # of Gemma's head
 _DEEP = {
@@ -96,6 +96,13 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
 
+# Where float16 scales are in a block, and how large they make weights of a hundredth.
+HALVES = {
+    "Q4_0": {0: 2e-3}, "Q4_1": {0: 2e-3, 2: -1.5e-2}, "Q5_0": {0: 1e-3},
+    "Q5_1": {0: 1e-3, 2: -1.5e-2}, "Q8_0": {0: 1.5e-4}, "Q4_K": {0: 5e-5, 2: 4e-4},
+    "Q5_K": {0: 2.5e-5, 2: 4e-4}, "Q6_K": {208: 1e-5}, "MXFP4": {},
+}  # fmt: skip
+
 Changed = Callable[[dict[str, Any]], None]
 
 
@@ -103,7 +110,7 @@ def write_gguf(
     source: Path,
     target: Path,
     *,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     change: Changed = lambda fields: None,
     tensors: Changed = lambda tensors: None,
     split: int = 0,
@@ -111,7 +118,8 @@ def write_gguf(
     """Write the model of a directory into a file, and return it, or its first part.
 
     Args:
-        kind: type of matrices whose rows are made of whole blocks; others are F32.
+        kind: type of matrices whose rows are made of whole blocks, for all or by name; others are
+            F32. Blocks are random where no writer is known.
         change, tensors: change the fields, or the arrays, before they are written.
         split: tensors of each part; 0: there is one.
     """
@@ -133,7 +141,7 @@ def write_file(
     fields: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     *,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     split: int = 0,
 ) -> Path:
     """Write fields and arrays; arguments and result as those of `write_gguf`."""
@@ -141,17 +149,33 @@ def write_file(
     for key, value in fields.items():
         if key != "general.architecture":
             _add(writer, key, value)
-    wanted = gguf.GGMLQuantizationType[kind]
-    block, _ = gguf.GGML_QUANT_SIZES[wanted]
-    for key, array in arrays.items():
-        whole = array.ndim > 1 and array.shape[-1] % block == 0 and kind != "F32"
-        raw = gguf.quants.quantize(array, wanted) if whole else array
+    for number, (key, array) in enumerate(arrays.items()):
+        one = kind if isinstance(kind, str) else kind(key)
+        wanted = gguf.GGMLQuantizationType[one]
+        block, _ = gguf.GGML_QUANT_SIZES[wanted]
+        whole = array.ndim > 1 and array.shape[-1] % block == 0 and one != "F32"
+        raw = array
+        if whole and one.endswith("_K"):
+            raw = random_blocks(one, array.shape, number)
+        elif whole:
+            raw = gguf.quants.quantize(array, wanted)
         writer.add_tensor(key, raw, raw_dtype=wanted if whole else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))), target)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Blocks of random codes, uint8 `[..., row_bytes]`, of weights of about a hundredth."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+    for at, scale in HALVES[kind].items():
+        scales = (random.random(blocks.shape[:-1]) + 0.5) * scale
+        blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def vocabulary(whole: Mapping[str, Any], pre: str) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.format_errors import FormatError, format_errors
 from onestem.models.formats.held import dense, rounded_weight
+from onestem.models.formats.products import Target
 from onestem.models.linear import held_tensors
 from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.weights import checked_config, load_decoder
 from onestem.ops.cpu import is_built
+from onestem.ops.triton.experts import GroupedExperts
+from onestem.ops.triton.tiled_experts import TiledExperts
 from tests.models.dense import log_probabilities, prompt
 from tests.models.quantised import FORMATS, Format, dequantised, fp8_blocks, mxfp4, quantised
 from tests.models.tiny import make_tiny
@@ -30,7 +33,7 @@ IDS = prompt(24, 270)
 CHECKPOINTS: dict[str, tuple[Format, str]] = {
     "fp8 per channel": (FORMATS["fp8 per channel"], "from fp8 per channel"),
     "fp8 in blocks": (fp8_blocks(32, 32), "from fp8 in groups of 32"),
-    "int8": (FORMATS["int8 without rounding of rows"], "from int8 in groups of"),
+    "int8": (FORMATS["int8 without rounding of rows"], "int8 in groups of"),
     "packed int4": (FORMATS["packed int4"], "int4 in groups of 32"),
     "gptq, act-order": (FORMATS["gptq, act-order"], "int4 in groups of 32"),
     # Files of AWQ leave routers out: their rows are not whole words.
@@ -43,7 +46,15 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
-def products_of(decoder: Decoder) -> list[SortedBlocks]:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's experts, under Triton's interpreter where there is none; other products are a
+    CPU's."""
+    monkeypatch.setattr(Target, "has_kernels", True)
+    monkeypatch.setattr(Target, "multiplies", lambda *_: False)
+
+
+def products_of(decoder: Decoder) -> list[SortedBlocks | GroupedExperts | TiledExperts]:
     layers = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertLayer)]
     assert layers
     return [layer.products for layer in layers]
@@ -57,8 +68,12 @@ def answers(path: Path, dtype: torch.dtype = torch.float32, **options: object) -
 def without_orders(decoder: Decoder) -> int:
     """Bytes of weights, without the orders of inputs."""
     held = {id(one): one for layer in decoder.layers for one in held_tensors(layer)}
-    orders = (one.nbytes for one in held.values() if one.dtype == torch.int64)
-    return decoder.weight_bytes - sum(orders)
+    for products in products_of(decoder):
+        held |= {id(one): one for one in held_tensors(products)}
+    of_all = (one.dtype == torch.int32 and one.ndim == 2 for one in held.values())
+    orders = (one.dtype == torch.int64 for one in held.values())
+    pairs = zip(held.values(), of_all, orders, strict=True)
+    return decoder.weight_bytes - sum(one.nbytes for one, first, second in pairs if first or second)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -80,6 +95,42 @@ def test_experts_of_a_checkpoint_keep_their_format(
         assert not is_built() or all(kind in one for one in kinds)
     config, schemes = checked_config(path)
     assert weight_bytes(config, torch.bfloat16, CPU, schemes) == without_orders(decoder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq, act-order",
+        "fp8 in blocks",
+        *(pytest.param(one, marks=pytest.mark.soak) for one in ("awq", "int8", "fp8 per channel")),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_experts_of_a_checkpoint_keep_their_format_on_a_gpu(
+    mixtral: Path, tmp_path: Path, name: str
+) -> None:
+    form, _ = CHECKPOINTS[name]
+    path = quantised(mixtral, tmp_path / "quantised", form)
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    assert all(isinstance(one, TiledExperts) for one in products_of(decoder))
+    plain = dequantised(mixtral, tmp_path / "plain", form)
+    exact = answers(plain)[:, :8]
+    found = log_probabilities(decoder, IDS[:8])
+    assert (found - exact).abs().max() < 1e-4
+    config, schemes = checked_config(path)
+    expected, held = weight_bytes(config, torch.float32, CPU, schemes), without_orders(decoder)
+    # Scales are expected in 16 bits; those of fp8 need 32.
+    assert expected == held or ("fp8" in name and expected < held < 1.03 * expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_experts_of_other_groups_are_widened_on_a_gpu(mixtral: Path, tmp_path: Path) -> None:
+    """Kernels take groups of whole 32 columns."""
+    path = quantised(mixtral, tmp_path / "quantised", fp8_blocks(24, 40))
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    assert all(isinstance(one, GroupedExperts) for one in products_of(decoder))
+    config, schemes = checked_config(path)
+    assert weight_bytes(config, torch.float32, CPU, schemes) == decoder.weight_bytes
 
 
 def rounded_twin(source: Path, target: Path, form: str) -> Path:

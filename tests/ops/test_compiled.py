@@ -20,10 +20,28 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Triton's compile
 INTS = ("num_rows", "num_out", "size", "num_chunks", "chunks", "num_tiles")
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
 CUT = {"HAS_BIAS": True, "TILES": {"out": 64, "rows": 16, "split": 4}}
-GROUPS = {**POINTERS, "x": "*bf16", "codes": "*i16", "scales": "*bf16", "zeros": "*i32"}
+GROUPS = {**POINTERS, "x": "*bf16", "codes": "*i16", "scales": "*bf16", "others": "*i32"}
 FOUR_BITS = {"bits": 4, "is_float": False, "plane": 64, "groups": 2, "even": True, "asm": True}
 WITH_ZERO = {"PACKING": {**FOUR_BITS, "zero": 8}}
 WITH_ZEROS = {"PACKING": {**FOUR_BITS, "zero": -1}}
+BYTES = {**FOUR_BITS, "bits": 8, "plane": 16, "groups": 4, "zero": 32, "span": 4}
+LEVELS = {**FOUR_BITS, "plane": 32, "groups": 4, "zero": 0, "has_minimums": True, "span": 2}
+DOUBLED = {**FOUR_BITS, "plane": 32, "groups": 4, "zero": 0, "is_e2m1": True}
+IN_LEVELS = {**GROUPS, "scales": "*i32", "others": "*fp16"}
+EXPERTS = {
+    **dict.fromkeys(("x", "bias", "out", "scales"), "*bf16"),
+    **dict.fromkeys(("order", "ends", "others", "inputs"), "*i32"),
+    **dict.fromkeys(("num", "top_k", "hidden", "inner", "blocks", "size"), "i32"),
+    **dict.fromkeys(("alpha", "limit"), "fp32"),
+    "codes": "*i16",
+    "factors": "*fp32",
+}
+OF_EXPERTS = {
+    **dict.fromkeys(("CLAMPED", "GELU", "MX", "ORDERED", "BIAS"), False),
+    "BLOCK_E": 128,
+    "TILES": {"out": 64, "rows": 16},
+}
+FLOATS = {"bits": 8, "is_float": True, "plane": 128, "groups": 1, "zero": 0, "even": True}
 CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
 NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
 ROPE = {
@@ -58,19 +76,28 @@ EXCHANGE = {
     **dict.fromkeys(("width", "chunk", "slot_bytes"), "i32"),
     "stop": "*i32",
 }
-ONE_ROW = {"ZERO": 8, "HALVES": 2, "GROUPS": 2, "HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8}
-ONE_ROW |= {"GELU": False}
+ONE_ROW = {"HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8, "GELU": False}
 KERNELS = {
-    "4 bits": ("tiled", "_groups_product", 90, GROUPS, {**WITH_ZERO, **CUT}, 4),
-    "zeros": ("tiled", "_groups_product", 90, GROUPS, {**WITH_ZEROS, **CUT}, 4),
+    "4 bits": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZERO, **CUT}, 4),
+    "zeros": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZEROS, **CUT}, 4),
     "one row": (
         *("one_row", "_one_row", 90, {**GROUPS, "x": "*i32", "codes": "*i32"}),
-        {**ONE_ROW, "CHUNKS": 56, "APART": 0},
+        {**ONE_ROW, **WITH_ZERO, "CHUNKS": 56, "APART": 0},
         8,
     ),
     "gated row": (
         *("one_row", "_one_row", 90, {**GROUPS, "x": "*i32", "codes": "*i32"}),
-        {**ONE_ROW, "CHUNKS": 16, "APART": 224},
+        {**ONE_ROW, **WITH_ZERO, "CHUNKS": 16, "APART": 224},
+        8,
+    ),
+    "Q4_K": ("tiled_groups", "_groups_product", 90, IN_LEVELS, {"PACKING": LEVELS, **CUT}, 4),
+    "Q6_K": ("tiled_groups", "_groups_product", 90, IN_LEVELS, {"PACKING": BYTES, **CUT}, 4),
+    "MXFP4": ("tiled_groups", "_groups_product", 90, GROUPS, {"PACKING": DOUBLED, **CUT}, 4),
+    "Q4_K dense": ("tiled_groups", "_groups_dense", 90, IN_LEVELS, {"PACKING": LEVELS}, 4),
+    "Q6_K dense": ("tiled_groups", "_groups_dense", 90, IN_LEVELS, {"PACKING": BYTES}, 4),
+    "Q4_K gated row": (
+        *("one_row", "_one_row", 90, {**IN_LEVELS, "x": "*i32", "codes": "*i32"}),
+        {**ONE_ROW, "PACKING": LEVELS, "CHUNKS": 20, "APART": 152},
         8,
     ),
     "Hopper": (
@@ -85,7 +112,32 @@ KERNELS = {
         {**ROLES, "FORM": {**HEADS, **RING, "most": 8}},
         4,
     ),
-    "dense": ("tiled", "_groups_dense", 90, GROUPS, WITH_ZEROS, 4),
+    "dense": ("tiled_groups", "_groups_dense", 90, GROUPS, WITH_ZEROS, 4),
+    "experts of 4 bits": (
+        *("tiled_experts", "_up_kernel", 90, EXPERTS),
+        {**OF_EXPERTS, **WITH_ZERO},
+        4,
+    ),
+    "experts in another order": (
+        *("tiled_experts", "_down_kernel", 90, EXPERTS),
+        {**OF_EXPERTS, **WITH_ZEROS, "ORDERED": True, "BIAS": True},
+        4,
+    ),
+    "experts of float8": (
+        *("tiled_experts", "_down_kernel", 90, {**EXPERTS, "codes": "*fp8e4nv"}),
+        {**OF_EXPERTS, "PACKING": {**FLOATS, "asm": True}},
+        4,
+    ),
+    "experts of mxfp4": (
+        *("tiled_experts", "_up_kernel", 90, {**EXPERTS, "scales": "*i32"}),
+        {
+            **OF_EXPERTS,
+            **dict.fromkeys(("MX", "CLAMPED", "BIAS"), True),
+            "TILES": {"out": 128, "rows": 16},
+            "PACKING": DOUBLED,
+        },
+        4,
+    ),
     "float8": (
         *("tiled", "_channels_product", 90),
         {**CHANNELS, "codes": "*fp8e4nv", "weight": "*fp8e4nv"},
@@ -128,7 +180,7 @@ KERNELS = {
     ),
 }
 # One of each kind; `make soak` compiles the others.
-FEW = {"4 bits", "one row", "Hopper", "Hopper, few rows", "float8"}
+FEW = {"4 bits", "Q4_K", "one row", "Hopper", "Hopper, few rows", "float8", "experts of 4 bits"}
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
@@ -138,12 +190,19 @@ INSTRUCTIONS = {
         *("griddepcontrol.launch_dependents", "griddepcontrol.wait"),
     ),
     "gated row": ("mma.sync.aligned.m16n8k16", "shfl.sync.bfly.b32", "griddepcontrol.wait"),
+    "Q4_K": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
+    "Q6_K": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "prmt.b32"),
+    "Q6_K dense": ("prmt.b32",),
+    "Q4_K gated row": ("mma.sync.aligned.m16n8k16", "shfl.sync.bfly.b32"),
     "Hopper": (
         *("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "setmaxnreg.inc"),
         *("cp.async.bulk.tensor.4d", "griddepcontrol.launch_dependents"),
     ),
     "Hopper, few rows": ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", "L2::evict_last"),
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
+    "experts of 4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
+    "experts of float8": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",),
+    "experts of mxfp4": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x01c001c0"),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),
     "sum over ranks": (
@@ -163,6 +222,7 @@ from onestem.ops.triton.tiled import Packing, Tiles
 from onestem.ops.triton.words import Form, HopperForm
 kernels, ints = json.load(sys.stdin)
 found = {}
+divisible = ("num_out", "size", "chunk", "slot_bytes", "hidden", "inner")
 for name, (module, kernel, target, types, constants, warps) in kernels.items():
     kernel = getattr(importlib.import_module("onestem.ops.triton." + module), kernel)
     names = kernel.arg_names
@@ -172,7 +232,7 @@ for name, (module, kernel, target, types, constants, warps) in kernels.items():
     constants = {n: made[n](**v) if n in made else v for n, v in constants.items()}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-             if signature[n].startswith("*") or n in ("num_out", "size", "chunk", "slot_bytes")}
+             if signature[n].startswith("*") or n in divisible}
     values = {(names.index(n),): v for n, v in constants.items() if n in names}
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(kernel, signature, values, whole)

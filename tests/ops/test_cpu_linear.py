@@ -64,38 +64,105 @@ def test_8_bits_are_exact(isa: Isa, out: int, size: int) -> None:
     assert torch.equal(weight.product(x, None, wide), sums * by * scales)
 
 
-@every_isa
-@pytest.mark.parametrize(
-    ("out", "size", "group"),
-    [(16, 128, 128), (40, 384, 128), (40, 192, 64), (100, 416, 32), (33, 384, 384), (16, 96, 96)],
-)
-def test_4_bits(isa: Isa, out: int, size: int, group: int) -> None:
+TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+# What a group has beside its codes.
+FORMS = ("zeros", "one zero", "halves", "minimums", "levels", "table")
+
+
+def _weight(form: str, bits: int, out: int, size: int, group: int) -> tuple[CpuCodes, Tensor]:
+    """A random weight, and in float64 the numbers that it is."""
     generator = _generator(size)
-    codes = torch.randint(0, 16, (out, size), generator=generator).to(torch.uint8)
-    shape = (out, size // group)
-    scales = torch.rand(shape, generator=generator) + 0.5
-    bias = torch.randn(out, generator=generator)
-    for zeros in (torch.randint(0, 17, shape, generator=generator), torch.full(shape, 8)):
-        wide = [one.double().repeat_interleave(group, 1) for one in (zeros, scales)]
-        meant = (codes.double() - wide[0]) * wide[1]
-        packed = CpuCodes.of4(codes, scales, zeros.short(), group)
-        assert (packed.zeros is None) == bool((zeros == 8).all())
-        weight = isa.codes(packed)
-        for dtype in DTYPES:
-            for rows in ROWS:
-                x = _rows(rows, size, dtype)
-                exact = x.double() @ meant.t() + bias.double()
-                off = (weight.product(x, bias).double() - exact).abs()
-                # A group's rows have 16 bits (or weights bfloat16's, in AMX), results are rounded.
-                tops = x.double().abs().amax(1, keepdim=True) * size
-                most = tops * (8 * scales.max()) * 2**-16 + exact.abs() * torch.finfo(dtype).eps
-                if dtype == torch.bfloat16 and isa.name == "amx_bf16":
-                    most += (x.double().abs() @ meant.abs().t()) * 2**-8
-                elif _in_bytes(isa, dtype):
-                    # Half a step of 127 to a group's maximum, which may be cut.
-                    steps = x.double().abs().unflatten(1, (-1, group)).amax(2) / 127
-                    most += steps.repeat_interleave(group, 1) / 2 @ meant.abs().t()
-                assert (off <= most).all()
+
+    def random(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    codes = random(0, 1 << bits, out, size).to(torch.uint8)
+    shape, top = (out, size // group), 1 << bits
+    scales = (torch.rand(shape, generator=generator) + 0.5) * 16 / top
+    values, named = codes.double(), {}
+    if form == "levels":
+        each = next(one for one in (16, 8, 4, 2, 1) if shape[1] % one == 0)
+        supers = (out, shape[1] // each)
+        factors = [(torch.rand(supers, generator=generator) / 256).half() for _ in range(2)]
+        parts = random(-128, 128, *shape).to(torch.int8), random(0, 64, *shape).to(torch.uint8)
+        held, least = (
+            one.double() * by.double().repeat_interleave(each, 1)
+            for one, by in zip(parts, factors, strict=True)
+        )
+        scales, named["minimums"] = ((*two, each) for two in zip(parts, factors, strict=True))
+    else:
+        scales = scales if form.endswith(("zeros", "zero")) else scales.half()
+        held, least = scales.double(), torch.zeros(shape).double()
+    if form in ("zeros", "one zero"):
+        few = form == "one zero"
+        zeros = torch.full(shape, top // 2) if few else random(0, top + 1, *shape)
+        named["zeros"] = zeros.short()
+        least = -held * zeros
+    elif form == "minimums":
+        named["minimums"] = torch.randn(shape, generator=generator).half()
+        least = named["minimums"].double()
+    elif form == "table":
+        scales, named["table"] = scales.bfloat16(), TABLE
+        held, values = scales.double(), torch.tensor(TABLE)[codes.int()].double()
+    packed = CpuCodes.of_groups(codes, scales, group, bits=bits, **named)
+    return packed, values * held.repeat_interleave(group, 1) + least.repeat_interleave(group, 1)
+
+
+SHAPES = [
+    *(
+        (form, 4, *shape)
+        for form in FORMS
+        for shape in ((16, 128, 128), (40, 384, 128), (40, 192, 64), (100, 416, 32))
+    ),
+    ("zeros", 4, 33, 384, 384),
+    ("minimums", 4, 16, 96, 96),
+    *(
+        (form, 8, *shape)
+        for form in FORMS[:-1]
+        for shape in ((16, 128, 128), (40, 192, 64), (40, 224, 32), (100, 272, 16))
+    ),
+]
+
+
+@every_isa
+@pytest.mark.parametrize(("form", "bits", "out", "size", "group"), SHAPES)
+def test_groups(isa: Isa, form: str, bits: int, out: int, size: int, group: int) -> None:
+    packed, meant = _weight(form, bits, out, size, group)
+    weight, bias = isa.codes(packed), torch.randn(out, generator=_generator(out))
+    for dtype in DTYPES:
+        for rows in ROWS:
+            x = _rows(rows, size, dtype)
+            exact = x.double() @ meant.t() + bias.double()
+            off = (weight.product(x, bias).double() - exact).abs()
+            # A group's rows have 16 bits (or weights bfloat16's, in AMX), results are rounded.
+            magnitudes = meant.abs().amax() * 2 + 1e-6
+            most = x.double().abs().amax(1, keepdim=True) * size * magnitudes * 2**-16
+            most = most + exact.abs() * torch.finfo(dtype).eps
+            if dtype == torch.bfloat16 and isa.name == "amx_bf16":
+                most += (x.double().abs() @ meant.abs().t()) * 2**-8
+            elif _in_bytes(isa, dtype):
+                # Half a step of 127 to a group's maximum, which may be cut.
+                steps = x.double().abs().unflatten(1, (-1, group)).amax(2) / 127
+                most += steps.repeat_interleave(group, 1) / 2 @ meant.abs().t()
+            assert (off <= most).all()
+
+
+@pytest.mark.parametrize(("form", "bits", "out", "size", "group"), SHAPES)
+def test_rows_of_a_weight(form: str, bits: int, out: int, size: int, group: int) -> None:
+    packed, meant = _weight(form, bits, out, size, group)
+    at = torch.tensor([out - 1, 0, out // 2, out - 1])
+    torch.testing.assert_close(packed.rows(at).double(), meant[at], rtol=1e-6, atol=1e-5)
+
+
+def test_numbers_are_kept_as_they_are() -> None:
+    """16 bits, or two levels; one zero for all is a number."""
+    for form, size in (("one zero", 4), ("halves", 2), ("levels", 1), ("table", 2)):
+        packed, _ = _weight(form, 4, 32, 512, 32)
+        assert packed.scales.values.itemsize == size
+        assert packed.scales.values.numel() == 32 * 16
+        assert packed.zeros is None
+    assert _weight("zeros", 4, 32, 512, 32)[0].zeros is not None
 
 
 @every_isa
@@ -103,16 +170,20 @@ def test_4_bits(isa: Isa, out: int, size: int, group: int) -> None:
 def test_a_row_depends_on_itself_alone(isa: Isa, dtype: torch.dtype) -> None:
     """Bits are those of the row alone, but where many rows are multiplied as bfloat16."""
     generator = _generator(0)
-    codes = torch.randint(0, 16, (64, 256), generator=generator).to(torch.uint8)
-    weights = [CpuCodes.of8(codes.to(torch.int8), torch.rand(64) + 0.5)]
-    for group in (32, 64, 128):
-        zeros = torch.randint(0, 17, (64, 256 // group), generator=generator).short()
-        weights.append(CpuCodes.of4(codes, torch.rand(zeros.shape) + 0.5, zeros, group))
+    codes = torch.randint(-128, 128, (64, 256), generator=generator).to(torch.int8)
+    weights = [CpuCodes.of8(codes, torch.rand(64) + 0.5)]
+    for form, bits, group in (
+        *(("zeros", 4, group) for group in (32, 64, 128)),
+        *(("levels", 8, group) for group in (16, 32, 64)),
+        ("minimums", 4, 32),
+        ("table", 4, 32),
+    ):
+        weights.append(_weight(form, bits, 64, 256, group)[0])
     x = torch.randn(37, 256, generator=generator).to(dtype)
     for packed in weights:
         weight = isa.codes(packed)
         whole = weight.product(x, None)
-        widened = dtype == torch.bfloat16 and isa.name == "amx_bf16" and packed.bits == 4
+        widened = dtype == torch.bfloat16 and isa.name == "amx_bf16" and packed.group > 0
         for begin, end in ((0, 1), (20, 21), (36, 37), (3, 7), (8, 15), (2, 15), (5, 37)):
             if end - begin > 2 or not widened:
                 assert torch.equal(weight.product(x[begin:end], None), whole[begin:end])
@@ -124,8 +195,9 @@ def test_what_is_no_number_stays_in_its_row(isa: Isa, odd: float) -> None:
     x = torch.randn(20, 128, generator=_generator(1)).bfloat16()
     x[3, 77] = odd
     codes = torch.randint(0, 16, (32, 128), generator=_generator(2)).to(torch.uint8)
-    four = CpuCodes.of4(codes, torch.ones(32, 1), torch.full((32, 1), 8).short(), 128)
-    for weight in (four, CpuCodes.of8(codes.to(torch.int8) - 8, torch.ones(32))):
+    four = CpuCodes.of_groups(codes, torch.ones(32, 1), 128, minimums=-torch.ones(32, 1))
+    eight = CpuCodes.of_groups(codes, torch.ones(32, 4), 32, bits=8, minimums=-torch.ones(32, 4))
+    for weight in (four, eight, CpuCodes.of8(codes.to(torch.int8) - 8, torch.ones(32))):
         for rows in (4, 20):
             y = isa.codes(weight).product(x[:rows], None)
             assert not y[3].isfinite().any()

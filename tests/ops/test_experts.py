@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from onestem.models.description import Experts
+from onestem.models.formats.experts import of_mxfp4
+from onestem.models.formats.held import Groups, Levels
 from onestem.models.mlp import route as route_in_torch
-from onestem.ops.experts import MAX_POWER, GroupedWeight
+from onestem.ops.experts import E2M1, MAX_POWER, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
 from onestem.ops.triton.experts import GroupedExperts, route, sort_rows
 from onestem.ops.triton.tiled import Tiles
-from onestem.ops.triton.tiled_experts import ExpertCodes, TiledExperts
+from onestem.ops.triton.tiled_experts import TiledExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(32, 16, stages=2, columns=32)
@@ -157,31 +161,114 @@ def test_mxfp4_is_multiplied_as_transformers_converts_it(
 def test_scales_of_mxfp4_from_the_least_to_the_largest() -> None:
     # Gate and up are the row itself: 1 is 2 (of exponent 1) times a scale of 1/2.
     codes = 4 * torch.eye(32, dtype=torch.uint8, device=DEVICE).repeat(2, 1)
-    powers = torch.full((64, 1), 126, dtype=torch.uint8, device=DEVICE)
-    up = ExpertCodes(codes, powers)
-    assert torch.equal(converted([up])[0], torch.eye(32, device=DEVICE).repeat(2, 1))
-    powers = torch.tensor([[0], [1], [64], [MAX_POWER]], dtype=torch.uint8, device=DEVICE)
-    down = mxfp4(1, 4, 32)[0]._replace(powers=powers)
+    up = Groups(codes, torch.full((64, 1), 0.25, device=DEVICE), None, 32, 4, table=E2M1)
+    assert torch.equal(up.dense(), torch.eye(32, device=DEVICE).repeat(2, 1))
+    powers = torch.tensor([[0], [1], [64], [MAX_POWER]], device=DEVICE)
+    scales = torch.ldexp(torch.ones(4, 1, device=DEVICE), powers - 128)
+    down = replace(mxfp4(1, 4, 32)[0], scales=scales)
     x = 8 * torch.eye(32, device=DEVICE)
     ones = torch.ones(32, 1, device=DEVICE)
     got = TiledExperts.of([up], [down])(x, ones, torch.zeros_like(ones).int())
-    exact = (x * torch.sigmoid(x) * x).double() @ converted([down])[0].double().T
+    exact = (x * torch.sigmoid(x) * x).double() @ down.dense().double().T
     torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
 
 
-def mxfp4(num: int, rows: int, columns: int) -> list[ExpertCodes]:
+def mxfp4(num: int, rows: int, columns: int) -> list[Groups]:
     """Random codes: every value of four bits, scales of 1/32 to 1/4."""
     generator = torch.Generator().manual_seed(rows)
     draw = functools.partial(torch.randint, generator=generator, dtype=torch.uint8)
-    codes = draw(0, 16, (num, rows, columns)).to(DEVICE)
+    values = draw(0, 256, (num, rows, columns // 2)).to(DEVICE)
     powers = draw(122, 126, (num, rows, columns // 32)).to(DEVICE)
-    pairs = zip(codes, powers, strict=True)
-    return [ExpertCodes(*pair) for pair in pairs]
+    return [of_mxfp4(*pair) for pair in zip(values, powers, strict=True)]
 
 
-def converted(weights: list[ExpertCodes]) -> Tensor:
+def converted(weights: list[Groups]) -> Tensor:
     """[num, out_features, in_features] float32, by transformers."""
     codes = torch.stack([one.codes for one in weights])
     blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, 16))
-    powers = torch.stack([one.powers for one in weights])
+    scales = torch.stack([one.scales for one in weights])
+    powers = (scales.frexp().exponent + 127).to(torch.uint8)
     return convert_moe_packed_tensors(blocks, powers, dtype=torch.float32).transpose(1, 2)
+
+
+# Bits, columns that share a scale, kind of codes, and what else there is.
+CODES = {
+    "int4": (4, 128, torch.uint8, ()),
+    "int4, zeros": (4, 32, torch.uint8, ("zeros",)),
+    "int4, zeros that differ between experts": (4, 64, torch.uint8, ("zero of each",)),
+    "int4, act-order": (4, 32, torch.uint8, ("zeros", "order")),
+    "int4, minimums": (4, 32, torch.uint8, ("minimums",)),
+    "int4, minimums in two levels": (4, 32, torch.uint8, ("levels",)),
+    "8 bits": (8, 16, torch.uint8, ("zeros",)),
+    "int8": (8, 1000, torch.uint8, ()),
+    "fp8 in blocks": (8, 128, torch.float8_e4m3fn, ()),
+    "fp8": (8, 1000, torch.float8_e4m3fn, ()),
+}
+
+
+def in_codes(form: str, num: int, rows: int, columns: int, seed: int) -> list[Groups]:
+    """Random weights of experts."""
+    bits, group, dtype, more = CODES[form]
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randint, generator=generator)
+    group, held = min(group, columns), []
+    size = (rows, -(-columns // group))
+    for expert in range(num):
+        codes = torch.randn(rows, columns, generator=generator).to(dtype)
+        if dtype == torch.uint8:
+            codes = draw(0, 1 << bits, (rows, columns)).to(dtype)
+        scales = (torch.rand(size, generator=generator) + 0.5) / codes.double().std().float()
+        zeros = minimums = order = None
+        if dtype == torch.uint8:
+            zeros = torch.full(size, 1 << (bits - 1), dtype=torch.int16)
+        if "zeros" in more:
+            zeros = draw(0, 1 << bits, size, dtype=torch.int16)
+        if "zero of each" in more:
+            zeros = torch.full(size, 4 + expert, dtype=torch.int16)
+        if "order" in more:
+            order = torch.randperm(columns, generator=generator)
+        if "minimums" in more:
+            minimums, zeros = torch.randn(size, generator=generator), None
+        if "levels" in more:
+            supers = (torch.rand(rows, size[1] // 4, generator=generator) / 256).half()
+            parts = [draw(0, 64, size).to(torch.uint8) for _ in range(2)]
+            scales, minimums = Levels(parts[0], supers, 4), Levels(parts[1], -supers, 4)
+            zeros = None
+        weight = Groups(codes, scales, zeros, group, bits, order, minimums)
+        held.append(on_device(weight))
+    return held
+
+
+def on_device(weight: Groups) -> Groups:
+    def moved(one: Any) -> Any:
+        if isinstance(one, Levels):
+            return replace(one, parts=one.parts.to(DEVICE), supers=one.supers.to(DEVICE))
+        return one.to(DEVICE) if isinstance(one, Tensor) else one
+
+    return Groups(**{name: moved(value) for name, value in vars(weight).items()})
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "inner"),
+    [(form, 256, 128) for form in CODES] + [("8 bits", 192, 48), ("fp8", 96, 36), ("int4", 64, 32)],
+)
+def test_experts_in_codes_are_those_they_stand_for(form: str, hidden: int, inner: int) -> None:
+    """Experts that many rows take, that one takes, and that none takes; widths that are no whole
+    chunks. Float32 rows are multiplied exactly but for the order of float32 sums."""
+    num, rows = 4, 19
+    up, down = in_codes(form, num, 2 * inner, hidden, 1), in_codes(form, num, hidden, inner, 2)
+    meant = [torch.stack([one.dense() for one in weights]) for weights in (up, down)]
+    experts = TiledExperts.of(up, down)
+    x, scores = drawn(rows, hidden, seed=3) / 8, drawn(rows, 2, seed=4).sigmoid()
+    chosen = torch.tensor([[0, 3]] * (rows - 1) + [[1, 0]], device=DEVICE)
+    got = experts(x, scores, chosen)
+    exact = written_out(x, scores, chosen, *meant, ())
+    sizes = written_out(x.abs(), scores, chosen, *(one.abs() for one in meant), ())
+    assert ((got.double() - exact).abs() <= 2**-20 * sizes).all()
+    alone = experts(x[-1:], scores[-1:].contiguous(), chosen[-1:])
+    assert torch.equal(alone, got[-1:])
+    if DEVICE.type == "cuda":
+        got = experts(x.bfloat16(), scores, chosen)
+        exact = written_out(x.bfloat16(), scores, chosen, *meant, ())
+        # Rows between the products, results of experts and their sum are rounded.
+        assert (got.double() - exact).norm() <= 3 * torch.finfo(torch.bfloat16).eps * exact.norm()

@@ -11,7 +11,8 @@ from onestem.ops.rounding import LARGEST, RoundedRows, rounded_rows, row_tops
 from onestem.ops.triton import tiled
 from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.rounding import rounded_rows as by_kernel
-from onestem.ops.triton.tiled import TiledChannels, TiledGroups, divided
+from onestem.ops.triton.tiled import TiledChannels, divided
+from onestem.ops.triton.tiled_groups import TiledGroups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles, and whether there is a bias.
@@ -33,7 +34,7 @@ def _weight(bits: int, group: int, size: int, out: int, zeros: bool) -> tuple[Ti
         zero = torch.randint(0, (1 << bits) + 1, shape, generator=generator).to(torch.int16)
     wide = [one.double().repeat_interleave(group, 1)[:, :size] for one in (zero, scales)]
     assert TiledGroups.takes(size, group, bits)
-    packed = TiledGroups.of(*(one.to(DEVICE) for one in (codes, scales, zero)), group, bits)
+    packed = TiledGroups.of(*(one.to(DEVICE) for one in (codes, scales, zero)), None, group, bits)
     assert (packed.packing.zero < 0) == zeros
     return packed, (codes.double() - wide[0]) * wide[1]
 
@@ -125,7 +126,7 @@ def test_gated_row(size: int, out: int, zeros: bool, dtype: torch.dtype) -> None
 def test_float8_in_groups() -> None:
     codes = (8 * _random(40, 320)).to(torch.float8_e4m3fn)
     scales = torch.rand(40, 3, generator=torch.Generator().manual_seed(1))
-    packed = TiledGroups.of(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8)
+    packed = TiledGroups.of(codes.to(DEVICE), scales.to(DEVICE), None, None, 128, 8)
     wide = scales.double().repeat_interleave(128, 1)[:, :320]
     _check(packed, codes.double() * wide, torch.float16)
 
@@ -155,7 +156,7 @@ def test_parts_of_tiled_products() -> None:
 def test_scales_are_kept_in_16_bits_where_nothing_is_lost() -> None:
     codes, zeros = torch.zeros(2, 32, dtype=torch.uint8), None
     for value, dtype in ((0.5, torch.bfloat16), (1 + 2**-10, torch.float16), (0.1, torch.float32)):
-        packed = TiledGroups.of(codes, torch.full((2, 1), value), zeros, 32, 4)
+        packed = TiledGroups.of(codes, torch.full((2, 1), value), zeros, None, 32, 4)
         assert packed.scales.dtype == dtype
         assert packed.scales[0, 0, 0, :2].tolist() == [torch.tensor(value).item()] * 2
 

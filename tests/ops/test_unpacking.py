@@ -1,4 +1,4 @@
-"""The PTX that unpacks four bits, run here one instruction after the other on every word."""
+"""The PTX that unpacks codes, run here one instruction after the other on every word."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from onestem.ops.triton.tiled import _UNPACK_BF16, _UNPACK_FP16
 from onestem.ops.triton.tiled_experts import _WIDEN
+from onestem.ops.triton.tiled_groups import (
+    BYTES_BF16,
+    BYTES_FP16,
+    E2M1_BF16,
+    E2M1_FP16,
+    UNPACK_BF16,
+    UNPACK_FP16,
+)
 
 WORDS = torch.arange(1 << 16).to(torch.int16)
 KINDS = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -44,6 +51,20 @@ def run(assembly: str, *arguments: np.ndarray) -> np.ndarray:
             result = values[0] >> values[1] if kind == "shr" else values[0] << values[1]
         elif kind == "and":
             result = values[0] & values[1]
+        elif kind == "prmt":
+            both = (values[1].astype(np.uint64) << np.uint64(32)) | values[0]
+            places = [int(names[2], 0) >> (4 * i) & 15 for i in range(4)]
+            chosen = [
+                (both >> np.uint64(8 * at) & np.uint64(255)) << np.uint64(8 * i)
+                for i, at in enumerate(places)
+            ]
+            result = np.bitwise_or.reduce(chosen)
+        elif kind == "add":
+            assert detail[0] == "rn"
+            dtype = torch.float32 if detail[1] == "f32" else torch.float16
+            a, b = (torch.from_numpy(one.view(np.int32)).view(dtype) for one in values)
+            assert torch.equal((a + b).double(), a.double() + b.double())  # nothing is rounded
+            result = (a + b).view(torch.int32).numpy().view(np.uint32)
         elif kind == "lop3":
             assert values[3] == (0xF0 & 0xCC) | 0xAA
             result = values[0] & values[1] | values[2]
@@ -62,7 +83,7 @@ def run(assembly: str, *arguments: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize(
     ("assembly", "base", "dtype"),
-    [(_UNPACK_BF16, 128, torch.bfloat16), (_UNPACK_FP16, 1024, torch.float16)],
+    [(UNPACK_BF16, 128, torch.bfloat16), (UNPACK_FP16, 1024, torch.float16)],
 )
 def test_four_bits_less_a_zero_point(
     assembly: object, base: int, dtype: torch.dtype, place: int
@@ -72,6 +93,29 @@ def test_four_bits_less_a_zero_point(
         less = torch.full_like(codes, -base - zero).to(dtype)
         got = run(assembly.value[place], pairs(WORDS), pairs(less))  # type: ignore[attr-defined]
         assert torch.equal(halves(got, dtype).int(), codes - zero)
+
+
+@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize("zero", [0, 16, 128, 256])
+def test_eight_bits_less_a_zero_point(zero: int, place: int) -> None:
+    codes = (WORDS.int() >> (8 * place)) & 255
+    less = np.full(len(WORDS) // 2, -(2.0**23) - zero, np.float32).view(np.uint32)
+    got = run(BYTES_BF16.value[place], pairs(WORDS), less, less)
+    assert torch.equal(halves(got, torch.bfloat16).double(), (codes - zero).bfloat16().double())
+    own = torch.full_like(codes, -1024 - zero).half()
+    got = run(BYTES_FP16.value[place], pairs(WORDS), pairs(own))
+    assert torch.equal(halves(got, torch.float16).int(), codes - zero)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    ("assembly", "dtype"), [(E2M1_BF16, torch.bfloat16), (E2M1_FP16, torch.float16)]
+)
+def test_e2m1_doubled(assembly: object, dtype: torch.dtype, place: int) -> None:
+    codes = (WORDS.int() >> (4 * place)) & 15
+    values = 2 * E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    got = halves(run(assembly.value[place], pairs(WORDS)), dtype)  # type: ignore[attr-defined]
+    assert torch.equal(got.float(), values)
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -12,6 +12,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from onestem.adapters.messages_read import MessagesBody
+from onestem.adapters.responses_read import ResponsesBody
 from onestem.openai.schema import ChatBody, CompletionBody
 from tests.server.harness import running
 
@@ -58,7 +60,8 @@ def operations(server) -> list:
 def test_the_document_has_every_route(server):
     labels = {operation.label for operation in operations(server)}
     assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/batches"} <= labels
-    assert len(labels) == 27
+    assert {"POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses"} <= labels
+    assert len(labels) == 32
 
 
 def test_the_server_does_what_the_document_says(server):
@@ -96,6 +99,72 @@ def test_fuzzed_bodies(http, body, chat):
     answer = http.post(path, content=raw.encode("utf-8", "surrogatepass"), headers=JSON)
     assert answer.status_code in (200, 400, 404, 501, 504)
     if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+# Conversations of other APIs: what their own bodies have, much of it in the wrong place.
+kinds = ["text", "thinking", "tool_use", "tool_result", "image", "message", "function_call",
+         "function_call_output", "reasoning", "input_text", "output_text", "function", "custom",
+         "auto", "any", "tool", "none", "json_schema"]  # fmt: skip
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(kinds)},
+    optional={
+        **dict.fromkeys(["text", "thinking", "id", "name", "call_id", "tool_use_id", "arguments",
+                         "signature"], st.text(max_size=4)),
+        "role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]),
+        "input": st.dictionaries(st.text(max_size=3), values, max_size=2),
+        **dict.fromkeys(["content", "output", "summary"], st.text(max_size=4) | st.lists(
+            st.fixed_dictionaries({"type": st.sampled_from(kinds), "text": st.text(max_size=4)}),
+            max_size=2)),
+        **dict.fromkeys(["input_schema", "parameters", "schema", "citations"], values),
+        "cache_control": st.just({"type": "ephemeral"}),
+    },
+)  # fmt: skip
+turns = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.text(max_size=4) | st.lists(parts, max_size=4),
+    }
+)
+conversations = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": st.lists(turns, max_size=4),
+        "input": st.text(max_size=4) | st.lists(turns | parts, max_size=4),
+        "system": st.text(max_size=4) | st.lists(parts, max_size=2),
+        "tools": st.lists(parts, max_size=2),
+        "tool_choice": parts | st.sampled_from(["auto", "none", "required"]),
+        "text": st.fixed_dictionaries({"format": parts}),
+        "stream": st.booleans(),
+        "previous_response_id": st.text(max_size=4),
+    },
+)
+others = st.dictionaries(
+    st.sampled_from(sorted({*MessagesBody.model_fields, *ResponsesBody.model_fields})),
+    values,
+    max_size=3,
+)
+
+
+@settings(BOUNDED, max_examples=400)
+@given(body=conversations, other=others, route=st.sampled_from(["messages", "responses"]))
+def test_fuzzed_conversations(http, body, other, route):
+    """No 5xx but a stream's deadline, and errors in the API's own form."""
+    needed = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    if route == "responses":
+        needed = {"max_output_tokens": 2, "input": "a"}
+    own = MessagesBody if route == "messages" else ResponsesBody
+    given = {**needed, **{k: v for k, v in {**other, **body}.items() if k in own.model_fields}}
+    raw = json.dumps(given).encode("utf-8", "surrogatepass")
+    answer = http.post(f"/v1/{route}", content=raw, headers=JSON)
+    assert answer.status_code in (200, 400, 404, 504)
+    if answer.status_code == 200:
+        stream = answer.headers["content-type"].startswith("text/event-stream")
+        assert stream == (given.get("stream") is True)
+        assert not stream or b"error" not in answer.content.split(b"\n")[0]
+    elif route == "messages":
+        assert set(answer.json()) == {"type", "error", "request_id"}
+    else:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 

@@ -239,7 +239,13 @@ def test_plain_tokens_go_by_columns_and_the_rest_as_deltas(clock):
     first, second, third = channel.of(Report)
     assert (list(first.tokens.requests), list(first.tokens.token_ids)) == ([0], [5])
     assert first.tokens.texts == ["x"]
-    assert [(d.request_id, d.pieces[0].token_ids) for d in first.deltas] == [("b", [6, 7])]
+    *begun, rest = first.deltas
+    assert (rest.request_id, rest.pieces[0].token_ids) == ("b", [6, 7])
+    # What a prompt has cost comes once, with the first token.
+    assert [(d.request_id, d.metrics.num_prompt_tokens, d.finished) for d in begun] == [
+        ("a", 0, False),
+        ("b", 0, False),
+    ]
     assert (list(second.tokens.requests), second.tokens.texts) == ([0], [" "])
     assert [(d.request_id, d.finished, d.pieces[0].text) for d in second.deltas] == [
         ("b", True, "")

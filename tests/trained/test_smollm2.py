@@ -14,6 +14,7 @@ import torch
 from onestem import LLM, SamplingParams
 from onestem.engine.grammar.schema import check_schema
 from onestem.errors import RequestError
+from onestem.ops.cpu import is_built
 from tests.forked import Command, onestem
 from tests.trained.oracle import MAX_TOKENS, answer_of, gguf_file, loaded, recorded
 from tests.trained.prompts import CONVERSATIONS
@@ -157,6 +158,17 @@ def test_arguments_of_tools_are_valid_on_its_vocabulary(llm):
             whole += 1
             assert jsonschema_rs.is_valid(schema, json.loads(one.text)), one.text
     assert whole > len(chats) / 2  # others were cut: a text of theirs goes on
+
+
+@pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+def test_blocks_that_are_kept_answer_as_their_numbers(answers):
+    """In bfloat16 the memory is that of the file, and most answers are those of float32."""
+    with LLM(MODEL, **{**ENGINE, "dtype": "bfloat16"}) as llm:
+        assert llm.engine.weights.decoder.layers[0].mlp.down.kind == "Q4_1"
+        assert llm.engine.weights.decoder.weight_bytes < 1.1 * MODEL.stat().st_size
+        found = ids_of(llm.chat(CONVERSATIONS[::12], GREEDY))
+    same = [one == other for one, other in zip(found, ids_of(answers[::12]), strict=True)]
+    assert sum(same) > len(same) / 2
 
 
 def test_the_short_name_is_the_model():

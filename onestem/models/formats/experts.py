@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from onestem.models.formats.held import Groups, Weight, dense
-from onestem.ops.experts import MX_BLOCK, GroupedWeight
+from onestem.ops.experts import E2M1, MX_BLOCK, GroupedWeight
 
-__all__ = ["MXFP4_TABLE", "ExpertWeights", "of_mxfp4"]
-
-# Twice the e2m1 values (sign, two bits of exponent, one of mantissa), which are whole numbers then.
-_POSITIVE = (0, 1, 2, 3, 4, 6, 8, 12)
-MXFP4_TABLE = (*_POSITIVE, *(-value for value in _POSITIVE))
+__all__ = ["ExpertWeights", "of_mxfp4"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,4 +69,4 @@ def of_mxfp4(values: Tensor, powers: Tensor) -> Groups:
     lower four bits first; powers: uint8 `[out_features, in_features / 32]`, of two (127 is 1)."""
     codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
     scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers.int() - 128)
-    return Groups(codes, scales, None, MX_BLOCK, 4, table=MXFP4_TABLE)
+    return Groups(codes, scales, None, MX_BLOCK, 4, table=E2M1, name="mxfp4")

@@ -95,11 +95,14 @@ class Levels:
 
     def columns(self, at: Tensor) -> Levels:
         """The groups `at` (int64)."""
-        supers, each = at // self.each, self.each
-        starts = torch.arange(0, len(at), each, device=at.device)
-        if len(at) % each or not torch.equal(supers[starts].repeat_interleave(each), supers):
-            each, starts = 1, torch.arange(len(at), device=at.device)
-        return Levels(self.parts[:, at], self.supers[:, supers[starts]], each)
+        supers = at // self.each
+
+        def is_whole(each: int) -> bool:
+            starts = supers[::each].repeat_interleave(each)
+            return self.each % each == len(at) % each == 0 and torch.equal(starts, supers)
+
+        each = next(each for each in range(self.each, 0, -1) if is_whole(each))
+        return Levels(self.parts[:, at], self.supers[:, supers[::each]], each)
 
     @staticmethod
     def joined(parts: Sequence[Levels]) -> Levels:
@@ -122,7 +125,7 @@ class Groups:
 
     Attributes:
         codes: float8_e4m3fn, or uint8 below `2 ** bits`: `[out_features, columns]`.
-        scales: float32 or float16 `[out_features, num_groups]`, or in two levels.
+        scales: of 32 or 16 bits `[out_features, num_groups]`, or in two levels.
         zeros: int16 `[out_features, num_groups]`; None: all 0 (float8, and where there are
             minimums or a table).
         group: columns that share a scale; the last group may be shorter.
@@ -131,6 +134,7 @@ class Groups:
             than inputs are possible: the extra ones have weight 0.
         minimums: as scales; None: all 0.
         table: whole numbers from -127 to 127, one for each code (MXFP4); None: codes are numbers.
+        name: of the format, for people.
     """
 
     codes: Tensor
@@ -141,10 +145,34 @@ class Groups:
     order: Tensor | None = None
     minimums: OfGroups | None = None
     table: tuple[int, ...] | None = None
+    name: str = ""
 
     def rows(self, at: Tensor) -> Groups:
         """The rows `at` (int64)."""
         return replace(self, codes=self.codes[at], **self._of_groups(lambda one: ordered(one, at)))
+
+    def to(self, device: torch.device) -> Groups:
+        """The same on a device."""
+
+        def moved(one: Any) -> Any:
+            if isinstance(one, Levels):
+                return replace(one, parts=moved(one.parts), supers=moved(one.supers))
+            return one.to(device)
+
+        return replace(self, codes=moved(self.codes), **self._of_groups(moved))
+
+    def filled(self, rows: int) -> Groups:
+        """With rows that are 0 at the end, so that there are `rows`."""
+        lacking = rows - len(self.codes)
+        if not lacking:
+            return self
+
+        def fill(one: Any) -> Any:
+            if isinstance(one, Levels):
+                return replace(one, parts=fill(one.parts), supers=fill(one.supers))
+            return F.pad(one, (0, 0, 0, lacking))
+
+        return replace(self, codes=fill(self.codes), **self._of_groups(fill))
 
     def columns(self, at: Tensor) -> dict[str, Any]:
         """Scales, zero points and minimums of the groups `at` (int64), by the fields' names."""
@@ -155,11 +183,6 @@ class Groups:
     def _of_groups(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         named = {"scales": self.scales, "zeros": self.zeros, "minimums": self.minimums}
         return {name: None if one is None else change(one) for name, one in named.items()}
-
-    @property
-    def has_whole_zeros(self) -> bool:
-        """Whether all is as in checkpoints of GPTQ and AWQ: one level, zero points, no table."""
-        return self.table is self.minimums is None and isinstance(self.scales, Tensor)
 
     @property
     def in_features(self) -> int:
@@ -253,7 +276,7 @@ def _alike(one: Groups, other: Groups) -> bool:
 def _shape(weight: Groups) -> tuple[Any, ...]:
     """What weights have in common that can be joined by rows."""
     return (
-        weight.group, weight.bits, weight.codes.dtype, weight.table,
+        weight.group, weight.bits, weight.codes.dtype, weight.table, weight.name,
         *map(_layout, (weight.scales, weight.zeros, weight.minimums)),
     )  # fmt: skip
 

@@ -4,9 +4,9 @@
 |---|---|---|
 | `Channels`, float8 | rows rounded to float8, Triton up to `FLOAT8_ROWS` rows, above it `torch._scaled_mm` with a scale per row and channel (bfloat16, from compute capability 8.9 on) | in the model's dtype |
 | `Channels`, int8 | rows rounded to int8, Triton | rows rounded to int8, `onestem.ops.cpu.linear` |
-| `Groups` | Triton up to `GROUPS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | 4 bits through `onestem.ops.cpu.linear` (16-bit dtypes); others in the model's dtype |
+| `Groups` | Triton up to `GROUPS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | whole numbers through `onestem.ops.cpu.linear` (16-bit dtypes); float8 in the model's dtype |
 
-Those in Triton are in `onestem.ops.triton.tiled`.
+Those in Triton are in `onestem.ops.triton.tiled` and `tiled_groups`.
 
 "In the model's dtype": the weight is converted when it is loaded. A CPU does so for all formats
 where the extension is not built. A product treats each of its rows by itself.
@@ -26,6 +26,8 @@ from torch import Tensor
 from onestem.models.formats.held import (
     Channels,
     Groups,
+    Levels,
+    OfGroups,
     Weight,
     dense,
     joined,
@@ -34,17 +36,14 @@ from onestem.models.formats.held import (
 )
 from onestem.models.linear import (
     Activation,
-    Head,
     Layout,
     Linear,
-    LogitsMemory,
     Projection,
     choose_layout,
-    held_tensors,
 )
-from onestem.models.quantization import Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
+from onestem.ops.cpu.linear import TwoLevels
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows, rounded_rows, row_tops
 from onestem.options import Quantize
@@ -54,12 +53,11 @@ __all__ = [
     "CpuProduct",
     "GpuChannels",
     "GpuGroups",
-    "RoundedHead",
     "Target",
-    "empty_weight",
     "kinds_of",
+    "packed_groups",
     "projection",
-    "row_bytes",
+    "takes_groups",
 ]
 
 # Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
@@ -123,36 +121,9 @@ def kinds_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     }
 
 
-def row_bytes(form: Scheme | Quantize, size: int, target: Target) -> float:
-    """Bytes of one row of a weight in a format, in all copies that its product holds. Measured on a
-    few rows that are made here."""
-    some = 128
-    product = projection([empty_weight(form, some, size, target)], None, None, target)
-    return sum(tensor.nbytes for tensor in held_tensors(product)) / some
-
-
-def empty_weight(form: Scheme | Quantize | None, out: int, size: int, target: Target) -> Weight:
-    """A weight of zeros in a format; None: the target's dtype."""
-    if isinstance(form, Scheme):
-        return _empty(form, out, size, target.device)
-    zeros = torch.zeros(out, size, dtype=target.dtype, device=target.device)
-    return zeros if form is None else rounded_weight(zeros, form)
-
-
-def _empty(scheme: Scheme, out: int, size: int, device: torch.device) -> Channels | Groups:
-    floats = scheme.storage == "float8"
-    if scheme.rounds_rows and scheme.columns is None:
-        kind = torch.float8_e4m3fn if floats else torch.int8
-        return Channels(
-            torch.zeros(out, size, device=device).to(kind), torch.ones(out, device=device)
-        )
-    group = scheme.columns or size
-    scales = torch.ones(out, -(-size // group), device=device)
-    zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.int16)
-    zeros[0] += not scheme.symmetric  # zero points that differ are kept
-    kind = torch.float8_e4m3fn if floats else torch.uint8
-    codes = torch.zeros(out, size, device=device).to(kind)
-    return Groups(codes, scales, None if floats else zeros, group, scheme.bits)
+def takes_groups(weight: Groups, target: Target) -> bool:
+    """Whether the device and dtype have a product for a weight in groups."""
+    return GpuGroups.takes(weight, target) or CpuProduct.takes(weight, target)
 
 
 def _product(
@@ -185,6 +156,8 @@ def _all_take(here: bool, ranks: Ranks, device: torch.device) -> bool:
 
 def _kind(weight: Channels | Groups) -> str:
     """The format's name, for people."""
+    if isinstance(weight, Groups) and weight.name:
+        return weight.name
     floats = weight.codes.is_floating_point()
     if isinstance(weight, Channels):
         return "fp8 per channel" if floats else "int8 per channel"
@@ -256,13 +229,14 @@ class GpuGroups(_Quantized):
     """Weights in groups through Triton; rows are not rounded."""
 
     def __init__(self, weight: Groups, bias: Tensor | None, target: Target) -> None:
-        from onestem.ops.triton.tiled import TiledGroups
+        from onestem.ops.triton.tiled_groups import TiledGroups
 
         super().__init__(weight, bias, target)
         self.order = weight.order
         self.most = GROUPS_ROWS
+        numbers = weight.scales, weight.zeros, weight.minimums
         self.packed = TiledGroups.of(
-            weight.codes, weight.scales.float(), weight.zeros, weight.group, weight.bits
+            weight.codes, *numbers, weight.group, weight.bits, weight.table
         )
         self.scratch_bytes = 2 * weight.codes.numel()
 
@@ -271,10 +245,9 @@ class GpuGroups(_Quantized):
         """Whether the device and dtype have this product for the weight."""
         if target.dtype == torch.float32 or not target.multiplies(weight.codes.is_floating_point()):
             return False
-        from onestem.ops.triton.tiled import TiledGroups
+        from onestem.ops.triton.tiled_groups import TiledGroups
 
-        takes = TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
-        return takes and weight.has_whole_zeros
+        return TiledGroups.takes(weight.codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self._ordered(x)
@@ -293,8 +266,28 @@ class GpuGroups(_Quantized):
         return x.contiguous() if self.order is None else x[:, self.order]
 
 
+def packed_groups(weight: Groups) -> CpuCodes:
+    """A weight in groups as a CPU's products take it, without its order of inputs."""
+    least = weight.minimums
+    return CpuCodes.of_groups(
+        weight.codes,
+        _levels(weight.scales),
+        weight.group,
+        bits=weight.bits,
+        zeros=weight.zeros,
+        minimums=None if least is None else _levels(least),
+        table=weight.table,
+    )
+
+
+def _levels(numbers: OfGroups) -> Tensor | TwoLevels:
+    if isinstance(numbers, Levels):
+        return numbers.parts, numbers.supers, numbers.each
+    return numbers
+
+
 class CpuProduct(_Quantized):
-    """8 bits per channel and 4 bits in groups on a CPU, through `onestem.ops.cpu.linear`."""
+    """Whole numbers per channel and in groups on a CPU, through `onestem.ops.cpu.linear`."""
 
     def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
         super().__init__(weight, bias, target)
@@ -303,10 +296,8 @@ class CpuProduct(_Quantized):
             self.kind += ", rows in int8"
             self.packed = CpuCodes.of8(weight.codes, weight.scales)
         else:
-            assert weight.zeros is not None
             self.order = weight.order
-            scales = weight.scales.float()
-            self.packed = CpuCodes.of4(weight.codes, scales, weight.zeros, weight.group)
+            self.packed = packed_groups(weight)
         self.bias = None if bias is None else bias.float()
 
     @staticmethod
@@ -318,8 +309,9 @@ class CpuProduct(_Quantized):
         if isinstance(weight, Channels):
             return codes.dtype == torch.int8 and CpuCodes.takes8(codes.shape[1])
         # Rows of float32 would lose half of their bits.
-        halves = target.dtype != torch.float32 and weight.has_whole_zeros
-        return halves and weight.bits == 4 and CpuCodes.takes4(codes.shape[1], weight.group)
+        if target.dtype == torch.float32 or codes.dtype != torch.uint8:
+            return False
+        return CpuCodes.takes_groups(codes.shape[1], weight.group, weight.bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[:, self.order]
@@ -349,29 +341,6 @@ class CpuPart(_Quantized):
         if self.ranks.rank:
             return torch.zeros_like(y, dtype=x.dtype)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
-
-
-class RoundedHead(Head):
-    """Logits on a CPU, with weights rounded to int8 per channel."""
-
-    def __init__(self, weight: Tensor, layout: Layout, bias: Tensor | None = None) -> None:
-        """weight `[vocab_size, hidden_size]`, bias `[vocab_size]`; layout: of the other weights."""
-        self.layout, self.bias = layout, bias
-        self.weight = self.packed = None
-        held = rounded_weight(weight, "int8")
-        assert isinstance(held, Channels)
-        self.rounded = CpuCodes.of8(held.codes, held.scales)
-        self.memory = LogitsMemory()
-
-    @staticmethod
-    def takes(size: int, target: Target) -> bool:
-        """Whether this class supports a head of `size` inputs."""
-        here = target.device.type == "cpu" and target.dtype in DTYPES and is_built()
-        return here and CpuCodes.takes8(size)
-
-    def _product(self, x: Tensor) -> Tensor:
-        out = self.memory.empty(x.shape[0], self.rounded.out_features)
-        return self.rounded.product(x, None, out)
 
 
 class _Parts(Projection):

@@ -16,13 +16,16 @@ from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.gguf.header import MAGIC, Header, read_header
 from onestem.models.names import listed
 
-__all__ = ["PLAIN", "TYPES", "GgufFile", "RawTensor", "is_gguf", "open_gguf"]
+__all__ = ["BLOCKS", "PLAIN", "TYPES", "GgufFile", "RawTensor", "is_gguf", "open_gguf"]
 
-# Types of numbers, and of blocks: those of nearly all files.
+# Types of numbers, and of blocks: those of nearly all files. Of blocks: bits of a code in memory,
+# where five and six become eight, and columns that share a scale.
 PLAIN = ("F32", "F16", "BF16")
-TYPES = (
-    *PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4",
-)  # fmt: skip
+BLOCKS = {
+    "Q8_0": (8, 32), "Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32),
+    "Q4_K": (4, 32), "Q5_K": (8, 32), "Q6_K": (8, 16), "MXFP4": (4, 32),
+}  # fmt: skip
+TYPES = (*PLAIN, *BLOCKS)
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)?")
 MOST_PARTS = 1 << 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +13,9 @@ from onestem.errors import WeightsError
 from onestem.models.gguf.file import RawTensor
 from onestem.threads import usable_cores
 
-__all__ = ["values_of"]
+__all__ = ["DAMAGED", "in_pieces", "values_of"]
+
+DAMAGED = "the file is damaged, get it again"
 
 CHUNK = 1 << 20  # numbers that a thread turns at a time
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,18 +32,28 @@ def values_of(raw: RawTensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(raw.shape, dtype=dtype)
     rows = out.view(raw.num_rows, raw.shape[-1])
 
+    def turn(first: int, stop: int) -> None:
+        rows[first:stop] = _numbers(raw, first, stop)
+
+    in_pieces(raw, turn)
+    return out
+
+
+def in_pieces(raw: RawTensor, visit: Callable[[int, int], None]) -> None:
+    """Call `visit` with spans of a tensor's rows, from several threads."""
+    inference = torch.is_inference_mode_enabled()
+
     def turn(span: tuple[int, int]) -> None:
-        with torch.inference_mode(out.is_inference()):  # a thread does not have its caller's mode
-            rows[slice(*span)] = _numbers(raw, *span)
+        with torch.inference_mode(inference):  # a thread does not have its caller's mode
+            visit(*span)
 
     spans = list(_spans(raw))
     if len(spans) == 1:
         turn(spans[0])
-        return out
+        return
     with ThreadPoolExecutor(usable_cores()) as pool:
         for _ in pool.map(turn, spans):
             pass
-    return out
 
 
 def _spans(raw: RawTensor) -> Iterator[tuple[int, int]]:
@@ -60,8 +72,5 @@ def _numbers(raw: RawTensor, first: int, stop: int) -> Tensor:
     with np.errstate(invalid="ignore", over="ignore"):
         numbers = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[raw.kind]))
     if not numbers.isfinite().all():
-        raise WeightsError(
-            f"{raw.file}: {raw.name} has scales that are not finite: the file is damaged, get it "
-            "again"
-        )
+        raise WeightsError(f"{raw.file}: {raw.name} has scales that are not finite: {DAMAGED}")
     return numbers

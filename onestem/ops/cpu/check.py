@@ -117,20 +117,22 @@ def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> b
 
 
 def _codes_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> bool:
-    """Compare products of one row, a few rows and two panels of tiles; groups with zero points."""
+    """Compare products of one row, a few rows and two panels of tiles; groups with zero points, and
+    with minimums."""
     codes = torch.randint(0, 16, (48, 192), generator=generator, dtype=torch.uint8)
     zeros = torch.randint(0, 16, (48, 3), generator=generator).short()
     scales = torch.rand(48, 3, generator=generator) + 0.5
     bytes_ = torch.randint(-128, 128, (48, 192), generator=generator, dtype=torch.int8)
     weights = (
-        CpuCodes.of4(codes, scales, zeros, 64),
+        CpuCodes.of_groups(codes, scales, 64, zeros=zeros),
+        CpuCodes.of_groups(bytes_.view(torch.uint8), scales.half(), 64, bits=8, minimums=-scales),
         CpuCodes.of8(bytes_, scales[:, 0].contiguous()),
     )
     for weight, rows in product(weights, (1, 3, 21)):
         x = torch.randn(rows, 192, generator=generator).to(dtype)
         got, want = (replace(weight, isa=name).product(x, None) for name in (isa, TRUSTED))
         # A set may round rows to 8 bits, or weights to bfloat16.
-        rounds = weight.bits == 4 and dtype.itemsize == 2
+        rounds = weight.group > 0 and dtype.itemsize == 2
         if not _close(got, want, torch.bfloat16 if rounds else None):
             return False
     return True

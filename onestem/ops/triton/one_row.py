@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 
 from onestem.ops.triton.dependent import dependent_launch
 from onestem.ops.triton.layers import gate_value
+from onestem.ops.triton.tiled import Packing
 from onestem.ops.triton.versions import barrier, viewed
 
 __all__ = ["one_row_product"]
@@ -84,7 +85,7 @@ def _words(at, there, HALVES: gl.constexpr, LOWER: gl.constexpr):
 
 @gluon.jit
 def _of_groups(at, there, GROUPS: gl.constexpr):
-    """Scales or zero points of a chunk's groups."""
+    """Numbers of a chunk's groups, or of its super-block."""
     found = ()
     for group in gl.static_range(GROUPS):
         found = found + (gl.load(at + 64 * group, there, 0),)  # type: ignore[assignment]  # noqa: RUF005
@@ -93,18 +94,21 @@ def _of_groups(at, there, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _load(
-    code_at, scale_at, zero_at, unit, units, num_programs, CHUNKS: gl.constexpr, ZERO: gl.constexpr,
-    HALVES: gl.constexpr, GROUPS: gl.constexpr, APART: gl.constexpr, WARPS: gl.constexpr,
+    code_at, scale_at, other_at, unit, units, num_programs, CHUNKS: gl.constexpr,
+    PACKING: gl.constexpr, APART: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Words, scales and zero points of a unit: a tile's turn, in which each warp has a chunk.
+    """Words, scales and `others` of a unit: a tile's turn, in which each warp has a chunk.
 
     APART: blocks of 64 outputs from the gate to `up`; 0: there is no gate.
     """
     TURNS: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    HALVES: gl.constexpr = PACKING.plane // 32
+    LINES: gl.constexpr = PACKING.lines
     tile = gl.program_id(0) + unit // TURNS * num_programs
     ROWS: gl.constexpr = 8 if APART else 16  # that follow each other
     LOWER: gl.constexpr = APART * CHUNKS * 64 if APART else 8
-    block = (tile // (64 // ROWS)).to(gl.int64) * CHUNKS
+    blocks = (tile // (64 // ROWS)).to(gl.int64)
+    block = blocks * CHUNKS
     row = tile % (64 // ROWS) * ROWS
     four: gl.constexpr = gl.SliceLayout(1, code_at.type.layout)
     chunk = unit % TURNS * WARPS + gl.arange(0, 32 * WARPS, four) // 32
@@ -114,11 +118,18 @@ def _load(
     words = _words(at, there, HALVES, LOWER * (16 * HALVES))
     chunk = gl.convert_layout(chunk, gl.SliceLayout(1, scale_at.type.layout), assert_trivial=True)
     there = ((chunk < CHUNKS) & (unit < units))[:, None]
-    at = (block * (64 * GROUPS) + row + chunk * (64 * GROUPS))[:, None]
-    scales = _of_groups(scale_at + at, there, GROUPS)
-    # Scales stand for zero points that are not read.
-    zeros = scales if ZERO >= 0 else _of_groups(zero_at + at, there, GROUPS)
-    return words, scales, zeros
+    at = (block * (64 * LINES) + row + chunk * (64 * LINES))[:, None]
+    scales = _of_groups(scale_at + at, there, LINES)
+    if PACKING.span:
+        SUPERS: gl.constexpr = (CHUNKS + PACKING.span - 1) // PACKING.span
+        above = blocks * SUPERS + chunk // PACKING.span
+        at = (above * (64 * PACKING.kinds) + row)[:, None]
+        others = _of_groups(other_at + at, there, PACKING.kinds)
+    elif PACKING.has_minimums or PACKING.zero < 0:
+        others = _of_groups(other_at + at, there, LINES)
+    else:
+        others = scales  # not read
+    return words, scales, others
 
 
 @gluon.jit
@@ -170,20 +181,37 @@ def _of_warp(shared, like, THREADS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _number(scales, others, group: gl.constexpr, KIND: gl.constexpr, PACKING: gl.constexpr):
+    """Scales (KIND 0) or minimums (1) of a group, in the places of the sums."""
+    if PACKING.span:
+        # As in `tiled_groups`.
+        bits = (scales[KIND] >> (8 * group)) & 255 | 0x4B000000
+        number = (bits.to(gl.float32, bitcast=True) - 8388736.0) * others[KIND].to(gl.float32)
+    elif KIND == 1:
+        number = others[group].to(gl.float32)
+    else:
+        number = scales[group].to(gl.float32)
+    return _twice(number)
+
+
+@gluon.jit
 def _add_unit(
-    total, loaded, staged, sums, turn, dtype: gl.constexpr, ZERO: gl.constexpr,
-    HALVES: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    total, loaded, staged, sums, turn, dtype: gl.constexpr, PACKING: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """`total` and the products of what `_load` gave."""
-    words, scales, zeros = loaded
+    words, scales, others = loaded
+    HALVES: gl.constexpr = PACKING.plane // 32
+    GROUPS: gl.constexpr = PACKING.groups
     PRODUCTS: gl.constexpr = BF16 if dtype == gl.bfloat16 else FP16
     for group in gl.static_range(GROUPS):
         # The sum of what each code has too much, times x.
-        if ZERO >= 0:
-            zero = gl.full(total.shape, -BASE - ZERO, gl.float32, total.type.layout)
+        if PACKING.zero >= 0:
+            zero = gl.full(total.shape, -BASE - PACKING.zero, gl.float32, total.type.layout)
         else:
-            zero = _twice((-BASE - zeros[group]).to(gl.float32))
-        part = zero * _of_warp(sums.index(turn * GROUPS + group), total, 1, WARPS)
+            zero = _twice((-BASE - others[group]).to(gl.float32))
+        summed = _of_warp(sums.index(turn * GROUPS + group), total, 1, WARPS)
+        part = zero * summed
         for place in gl.static_range(group * 4 // GROUPS, (group + 1) * 4 // GROUPS):
             for half in gl.static_range(HALVES):
                 line = staged.index((turn * 4 + place) * HALVES + half)
@@ -195,7 +223,9 @@ def _add_unit(
                     is_pure=True,
                     pack=4,
                 )
-        total += part * _twice(scales[group].to(gl.float32))
+        total += part * _number(scales, others, group, 0, PACKING)
+        if PACKING.has_minimums:
+            total += summed * _number(scales, others, group, 1, PACKING)
     return total
 
 
@@ -232,14 +262,15 @@ def _store(
 
 @gluon.jit(do_not_specialize=("num_tiles",))
 def _one_row(
-    x, codes, scales, zeros, bias, out, num_out, num_tiles, size,
-    CHUNKS: gl.constexpr, ZERO: gl.constexpr, HALVES: gl.constexpr, GROUPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, APART: gl.constexpr, GELU: gl.constexpr, DEPENDENT: gl.constexpr,
-    WARPS: gl.constexpr,
+    x, codes, scales, others, bias, out, num_out, num_tiles, size,
+    CHUNKS: gl.constexpr, PACKING: gl.constexpr, HAS_BIAS: gl.constexpr, APART: gl.constexpr,
+    GELU: gl.constexpr, DEPENDENT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Program i: tiles i, i + the number of programs, and so on, of 16 outputs. Warp w takes a
     tile's chunks w, w + WARPS, and so on. x and codes are read as words of 32 bits."""
     TURNS: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    HALVES: gl.constexpr = PACKING.plane // 32
+    GROUPS: gl.constexpr = PACKING.groups
     dtype: gl.constexpr = out.dtype.element_ty
     four: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     two: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
@@ -251,14 +282,18 @@ def _one_row(
     i = gl.arange(0, 4, gl.SliceLayout(0, four))
     code_at = codes + (lane // 4 * (16 * HALVES) + lane % 4 * 4)[:, None] + i[None, :]
     lane = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, two)) % 32
-    LOWER: gl.constexpr = APART * CHUNKS * 64 * GROUPS if APART else 8
-    group_at = (lane // 4)[:, None] + LOWER * gl.arange(0, 2, gl.SliceLayout(0, two))[None, :]
-    scale_at, zero_at = scales + group_at, zeros + group_at
+    upper, lower = (lane // 4)[:, None], gl.arange(0, 2, gl.SliceLayout(0, two))[None, :]
+    LOWER: gl.constexpr = APART * CHUNKS * 64 * PACKING.lines if APART else 8
+    scale_at = scales + (upper + LOWER * lower)
+    if PACKING.span:
+        SUPERS: gl.constexpr = (CHUNKS + PACKING.span - 1) // PACKING.span
+        ABOVE: gl.constexpr = APART * SUPERS * 64 * PACKING.kinds if APART else 8
+        other_at = others + (upper + ABOVE * lower)
+    else:
+        other_at = others + (upper + LOWER * lower)
     first, step = gl.program_id(0), gl.num_programs(0)
     units = (num_tiles - first + step - 1) // step * TURNS
-    first_unit = _load(
-        code_at, scale_at, zero_at, 0, units, step, CHUNKS, ZERO, HALVES, GROUPS, APART, WARPS
-    )  # fmt: skip
+    first_unit = _load(code_at, scale_at, other_at, 0, units, step, CHUNKS, PACKING, APART, WARPS)
     if DEPENDENT:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
@@ -270,9 +305,7 @@ def _one_row(
     for block in gl.static_range(1, BLOCKS):
         # Triton knows no other way.
         row = row + (_row(x, size, block, BLOCK, 4 * HALVES, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-    second_unit = _load(
-        code_at, scale_at, zero_at, 1, units, step, CHUNKS, ZERO, HALVES, GROUPS, APART, WARPS
-    )  # fmt: skip
+    second_unit = _load(code_at, scale_at, other_at, 1, units, step, CHUNKS, PACKING, APART, WARPS)
     loaded = (first_unit, second_unit)
     four_deep: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     staged = gl.allocate_shared_memory(gl.int32, [BLOCKS, BLOCK, 4 * HALVES, WARPS, 16], four_deep)
@@ -294,17 +327,12 @@ def _one_row(
             turn = at % TURNS
             # The first condition is known to the compiler.
             if TURNS % 2 == 0 or ahead == 0:  # noqa: SIM114
-                total = _add_unit(
-                    total, loaded[ahead], staged, sums, turn, dtype, ZERO, HALVES, GROUPS, WARPS
-                )
+                total = _add_unit(total, loaded[ahead], staged, sums, turn, dtype, PACKING, WARPS)
             elif at < units:
-                total = _add_unit(
-                    total, loaded[ahead], staged, sums, turn, dtype, ZERO, HALVES, GROUPS, WARPS
-                )
+                total = _add_unit(total, loaded[ahead], staged, sums, turn, dtype, PACKING, WARPS)
             following = _load(
-                code_at, scale_at, zero_at, at + 2, units, step, CHUNKS, ZERO, HALVES, GROUPS,
-                APART, WARPS,
-            )  # fmt: skip
+                code_at, scale_at, other_at, at + 2, units, step, CHUNKS, PACKING, APART, WARPS
+            )
             loaded = (following, loaded[1]) if ahead == 0 else (loaded[0], following)
             if turn == TURNS - 1:
                 number = at // TURNS
@@ -322,8 +350,8 @@ def one_row_product(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
-    zeros: Tensor,
-    zero: int,
+    others: Tensor,
+    packing: Packing,
     bias: Tensor | None,
     out: Tensor,
     sms: int,
@@ -333,7 +361,7 @@ def one_row_product(
     takes. Sums are float32, and weights are not rounded.
 
     Args:
-        codes, scales, zeros, zero: as in `TiledGroups` and its `packing`.
+        codes, scales, others, packing: as in `TiledGroups`.
         gate: of the first half of the products, which multiplies the second half: out is
             `[1, num_out / 2]`, of which 64 must be a divisor.
     """
@@ -343,16 +371,14 @@ def one_row_product(
         x.view(torch.int32),
         codes.view(torch.int32),
         scales,
-        zeros,
+        others,
         out if bias is None else bias,
         out,
         num_out,
         num_tiles,
         size,
         CHUNKS=codes.shape[1],
-        ZERO=zero,
-        HALVES=codes.shape[3] // 32,
-        GROUPS=scales.shape[2],
+        PACKING=packing,
         HAS_BIAS=bias is not None,
         APART=0 if gate is None else num_out // 64,
         GELU=gate == "gelu",

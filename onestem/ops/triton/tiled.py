@@ -5,12 +5,8 @@ weights are the left factor here, from registers if they are unpacked there, and
 A product of some rows has few tiles, whose columns are divided among programs. The last program of
 a tile adds up all parts in order, so a row's bits do not depend on which program that is.
 
-`TiledGroups`: 4 bits, 8 bits and float8 with a scale per row and group of columns. Codes are exact
-in the dtype of x, so the tensor cores multiply codes, and each group's sum is scaled in float32: no
-weight is rounded. For many rows it is faster to write the weight out once (`TiledGroups.dense`) and
-multiply that. For one see `onestem.ops.triton.one_row`.
-
 `TiledChannels`: float8 or int8 with a scale per row, times rows that are rounded the same way.
+Scales per group of columns are in `onestem.ops.triton.tiled_groups`.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -30,12 +26,17 @@ from onestem.ops.rounding import RoundedRows
 __all__ = [
     "Packing",
     "TiledChannels",
-    "TiledGroups",
     "Tiles",
+    "counters_of",
     "divided",
+    "fitting",
     "in_blocks",
     "in_words",
+    "multiply",
     "num_sms",
+    "store_tile",
+    "sum_parts",
+    "tile_of",
 ]
 
 
@@ -52,8 +53,80 @@ class Tiles:
     columns: int = 128
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a weight of `TiledGroups` is packed, as kernels are compiled for it.
+
+    Attributes:
+        bits, is_float: of a code.
+        plane: columns multiplied at once; a chunk has `places` times as many.
+        groups: groups of columns in a chunk.
+        zero: the zero point of all groups; -1: each has its own.
+        even: whether the last chunk is whole.
+        asm: whether assembly unpacks codes.
+        has_minimums: whether groups have minimums.
+        span: chunks of a super-block; 0: scales and minimums have one level.
+        is_e2m1: whether codes stand for the numbers of e2m1, doubled.
+    """
+
+    bits: int
+    is_float: bool
+    plane: int
+    groups: int
+    zero: int
+    even: bool
+    asm: bool
+    has_minimums: bool = False
+    span: int = 0
+    is_e2m1: bool = False
+
+    @property
+    def in_word(self) -> int:
+        """Codes in a word."""
+        return 1 if self.is_float else 16 // self.bits
+
+    @property
+    def places(self) -> int:
+        """Planes of a chunk: in one word after the other."""
+        return 4 if self.plane <= 32 else self.in_word
+
+    @property
+    def columns(self) -> int:
+        """Columns of a chunk."""
+        return self.plane * self.places
+
+    @property
+    def kinds(self) -> int:
+        """Numbers of a group: a scale, and perhaps a minimum."""
+        return 1 + self.has_minimums
+
+    @property
+    def lines(self) -> int:
+        """Numbers of a chunk in `TiledGroups.scales`, for each row."""
+        return self.kinds if self.span else self.groups
+
+
+class Tiled(Protocol):
+    """A weight `[num_out, size]`."""
+
+    @property
+    def counters(self) -> Tensor:
+        """See `counters_of`."""
+
+    @property
+    def num_out(self) -> int:
+        """Outputs: rows of the weight."""
+
+    @property
+    def size(self) -> int:
+        """Inputs: columns of the weight."""
+
+    def columns(self, tiles: Tiles) -> int:
+        """Columns of a chunk."""
+
+
 @triton.jit
-def _tile(num_rows, num_out, TILES: tl.constexpr):
+def tile_of(num_rows, num_out, TILES: tl.constexpr):
     """Rows and outputs of a tile: in bands of 8 tiles of rows, so that reads stay in the caches."""
     BAND: tl.constexpr = 8
     tile = tl.program_id(0)
@@ -68,7 +141,7 @@ def _tile(num_rows, num_out, TILES: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
+def sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
     """Store a part's sum; the last program of a tile gets all parts, added in order."""
     SPLIT: tl.constexpr = TILES.split
     SIZE: tl.constexpr = TILES.rows * TILES.out
@@ -90,7 +163,8 @@ def _sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS: tl.constexpr):
+def store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS: tl.constexpr):
+    """Store a tile's sums, and its bias, rounded."""
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
     at = out + m.to(tl.int64)[None, :] * num_out + n[:, None]
@@ -104,7 +178,7 @@ def _shared_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"]) - 4096
 
 
-def _fitting(tiles: Tiles, stage_bytes: int, device: torch.device) -> Tiles:
+def fitting(tiles: Tiles, stage_bytes: int, device: torch.device) -> Tiles:
     """Tiles with the number of stages that fits a device's shared memory."""
     if device.type != "cuda":
         return tiles
@@ -115,14 +189,15 @@ def _fitting(tiles: Tiles, stage_bytes: int, device: torch.device) -> Tiles:
 _COUNTERS = 2048
 
 
-def _counters(device: torch.device) -> Tensor:
+def counters_of(device: torch.device) -> Tensor:
+    """A weight's counters, which each product leaves at 0."""
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
-def _multiply(
+def multiply(
     kernel: Any,
     factors: tuple[Tensor, ...],
-    weight: TiledChannels | TiledGroups,
+    weight: Tiled,
     bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
@@ -190,7 +265,7 @@ def _channels_product(
 ):
     """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
     BLOCK_K: tl.constexpr = TILES.columns
-    m, n = _tile(num_rows, num_out, TILES)
+    m, n = tile_of(num_rows, num_out, TILES)
     i = tl.arange(0, BLOCK_K)
     in_n, in_m = n < num_out, m < num_rows
     weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
@@ -212,12 +287,12 @@ def _channels_product(
     inside = in_n[:, None] & in_m[None, :]
     is_last = True
     if TILES.split > 1:
-        total, is_last = _sum_parts(total, parts, counters, inside, TILES)
+        total, is_last = sum_parts(total, parts, counters, inside, TILES)
     if is_last:
         row_scale = tl.load(row_scales + m, mask=in_m, other=0.0)
         scale = tl.load(scales + n, mask=in_n, other=0.0)
         result = total.to(tl.float32) * row_scale[None, :] * scale[:, None]
-        _store_tile(result, bias, out, n, m, num_out, inside, HAS_BIAS)
+        store_tile(result, bias, out, n, m, num_out, inside, HAS_BIAS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +309,7 @@ class TiledChannels:
     counters: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counters", _counters(self.codes.device))
+        object.__setattr__(self, "counters", counters_of(self.codes.device))
 
     def product(
         self, x: RoundedRows, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None
@@ -248,8 +323,8 @@ class TiledChannels:
         is_int = self.codes.dtype == torch.int8
         if tiles is None:
             tiles = self.tiles(rows, num_sms(out.device))
-            tiles = _fitting(tiles, (tiles.out + tiles.rows) * tiles.columns, out.device)
-        return _multiply(
+            tiles = fitting(tiles, (tiles.out + tiles.rows) * tiles.columns, out.device)
+        return multiply(
             _channels_product,
             (x.codes, x.scales, self.codes, self.scales),
             self,
@@ -282,7 +357,7 @@ class TiledChannels:
         return self.codes.shape[1]
 
 
-def divided(weight: TiledChannels | TiledGroups, tiles: Tiles, rows: int, sms: int) -> Tiles:
+def divided(weight: Tiled, tiles: Tiles, rows: int, sms: int) -> Tiles:
     """Tiles whose `split` is programs per multiprocessor -> tiles whose `split` is parts."""
     num_tiles = _num_tiles(rows, weight.num_out, tiles)
     chunk = weight.columns(tiles)
@@ -307,354 +382,6 @@ _CHANNEL_TILES = (
 )
 
 
-# Rows of a weight whose codes of a chunk are adjacent.
-_ROWS = tl.constexpr(64)
-
-
-def _unpacking(kind: str, base: str, one: str) -> tuple[str, ...]:
-    """PTX for each of four places in two words (`$1`): puts four bits below those of a power of two
-    (`base`), and adds a number (`$2`). Much cheaper than a conversion; no compiler finds it."""
-    return tuple(
-        f"{{ .reg .b32 t, one; shr.u32 t, $1, {4 * place}; mov.b32 one, {one}; "
-        f"lop3.b32 t, t, 0x000f000f, {base}, 0xea; fma.rn.{kind}x2 $0, t, one, $2; }}"
-        for place in range(4)
-    )
-
-
-_UNPACK_BF16 = tl.constexpr(_unpacking("bf16", "0x43004300", "0x3f803f80"))  # 128, 1
-_UNPACK_FP16 = tl.constexpr(_unpacking("f16", "0x64006400", "0x3c003c00"))  # 1024, 1
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a weight is packed, as kernels are compiled for it.
-
-    Attributes:
-        bits, is_float: of a code.
-        plane: columns multiplied at once; a chunk has as many, or with 4 bits four times as many.
-        groups: groups of columns in a chunk.
-        zero: the zero point of all groups; -1: each has its own.
-        even: whether the last chunk is whole.
-        asm: whether assembly unpacks codes.
-    """
-
-    bits: int
-    is_float: bool
-    plane: int
-    groups: int
-    zero: int
-    even: bool
-    asm: bool
-
-    @property
-    def places(self) -> int:
-        """Codes in a word."""
-        return 4 if self.bits == 4 else 1
-
-
-@triton.jit
-def _values(codes, zero, dtype: tl.constexpr, PLACE: tl.constexpr, PACKING: tl.constexpr):
-    """Codes less their zero points, exact in `dtype`; with 4 bits, those at PLACE in words."""
-    if PACKING.is_float:
-        value = codes.to(dtype)
-    elif PACKING.bits == 8:
-        value = (codes.to(tl.int16) - zero[:, None]).to(dtype)
-    elif PACKING.asm and dtype != tl.float32:
-        UNPACK: tl.constexpr = _UNPACK_BF16 if dtype == tl.bfloat16 else _UNPACK_FP16
-        BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
-        less = (-BASE - zero).to(dtype)[:, None]
-        value = tl.inline_asm_elementwise(
-            UNPACK[PLACE], "=r,r,r", [codes, less], less.dtype, is_pure=True, pack=2
-        )
-    else:
-        value = ((codes >> (4 * PLACE) & 15) - zero[:, None]).to(dtype)
-    return value
-
-
-@triton.jit
-def _zero_of(zeros, at, ZERO: tl.constexpr):
-    """Zero points `[BLOCK_N]` of a group."""
-    if ZERO >= 0:
-        zero = tl.full(at.shape, ZERO, tl.int16)
-    else:
-        zero = tl.load(zeros + at).to(tl.int16)
-    return zero
-
-
-@triton.jit
-def _scales_of(scales, at, GROUPS: tl.constexpr):
-    """Scales of a chunk's groups, `[BLOCK_N]` each."""
-    found = ()
-    for group in tl.static_range(GROUPS):
-        # Triton has no unpacking.
-        found = found + (tl.load(scales + at + group * _ROWS),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit(do_not_specialize=("num_rows", "num_chunks", "chunks"))
-def _groups_product(
-    x,
-    codes,
-    scales,
-    zeros,
-    bias,
-    out,
-    parts,
-    counters,
-    num_rows,
-    num_out,
-    size,
-    num_chunks,
-    chunks,
-    PACKING: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    PLANE: tl.constexpr = PACKING.plane
-    GROUPS: tl.constexpr = PACKING.groups
-    PLACES: tl.constexpr = PACKING.places
-    m, n = _tile(num_rows, num_out, TILES)
-    j = tl.arange(0, PLANE)
-    in_n, in_m = n < num_out, m < num_rows
-    line = tl.minimum(n // _ROWS, (num_out - 1) // _ROWS).to(tl.int64) * num_chunks
-    code_at = codes + (line * (_ROWS * PLANE) + n % _ROWS * PLANE)[:, None] + j[None, :]
-    group_at = line * (_ROWS * GROUPS) + n % _ROWS
-    x_at = x + m.to(tl.int64)[None, :] * size + j[:, None]
-    first = tl.program_id(1) * chunks
-    last = tl.minimum(first + chunks, num_chunks)
-    SHAPE: tl.constexpr = (TILES.out, TILES.rows)
-    total = tl.zeros(SHAPE, tl.float32)
-    # Scales are loaded a chunk before their use, so nothing waits for them.
-    following = _scales_of(scales, group_at + first * (_ROWS * GROUPS), GROUPS)
-    for chunk in range(first, last):
-        scale = following
-        at = group_at + tl.minimum(chunk + 1, last - 1) * (_ROWS * GROUPS)
-        following = _scales_of(scales, at, GROUPS)
-        word = tl.load(code_at + chunk * (_ROWS * PLANE))
-        for group in tl.static_range(GROUPS):
-            zero = _zero_of(zeros, group_at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
-            part = tl.zeros(SHAPE, tl.float32)
-            for place in tl.static_range(group * PLACES // GROUPS, (group + 1) * PLACES // GROUPS):
-                column = (chunk * PLACES + place) * PLANE
-                if PACKING.even:
-                    right = tl.load(x_at + column, mask=in_m[None, :], other=0.0)
-                else:
-                    in_k = column + j < size
-                    right = tl.load(x_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
-                left = _values(word, zero, dtype, place, PACKING)
-                part = tl.dot(left, right, part, input_precision="ieee")
-            total += part * scale[group].to(tl.float32)[:, None]
-    inside = in_n[:, None] & in_m[None, :]
-    is_last = True
-    if TILES.split > 1:
-        total, is_last = _sum_parts(total, parts, counters, inside, TILES)
-    if is_last:
-        _store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS)
-
-
-@triton.jit
-def _groups_dense(
-    codes,
-    scales,
-    zeros,
-    out,
-    num_out,
-    size,
-    num_chunks,
-    PACKING: tl.constexpr,
-):
-    """Program (chunk, rows): writes a block of the weight out."""
-    PLANE: tl.constexpr = PACKING.plane
-    GROUPS: tl.constexpr = PACKING.groups
-    PLACES: tl.constexpr = PACKING.places
-    # Codes are exact in 16 bits.
-    dtype: tl.constexpr = out.dtype.element_ty
-    row, j = tl.arange(0, _ROWS), tl.arange(0, PLANE)
-    block = tl.program_id(1).to(tl.int64) * num_chunks + tl.program_id(0)
-    at = block * (_ROWS * GROUPS) + row
-    word = tl.load(codes + (block * _ROWS + row)[:, None] * PLANE + j[None, :])
-    n = tl.program_id(1) * _ROWS + row
-    to = out + n.to(tl.int64)[:, None] * size + j[None, :]
-    for place in tl.static_range(PLACES):
-        group_at = at + place * GROUPS // PLACES * _ROWS
-        zero = _zero_of(zeros, group_at, PACKING.zero)
-        scale = tl.load(scales + group_at).to(tl.float32)
-        value = _values(word, zero, dtype, place, PACKING).to(tl.float32)
-        value *= scale[:, None]
-        column = (tl.program_id(0) * PLACES + place) * PLANE
-        inside = (n < num_out)[:, None]
-        if not PACKING.even:
-            inside = inside & (column + j < size)[None, :]
-        tl.store(to + column, value.to(dtype), mask=inside)
-
-
-@dataclass(frozen=True, eq=False)
-class TiledGroups:
-    """A weight `[num_out, size]` as the kernels read it: consecutive blocks of 64 rows and a chunk
-    of columns.
-
-    Attributes:
-        codes: float8_e4m3fn or uint8 `[blocks, chunks, 64, plane]`; 4 bits: int16 (`in_words`).
-        scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly.
-        zeros: int32, in the same shape, if groups have their own: wide enough for asynchronous
-            copies.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    packing: Packing
-    num_out: int
-    size: int
-    counters: Tensor
-
-    @staticmethod
-    def takes(size: int, group: int, bits: int) -> bool:
-        """Whether a width can be packed with a size of groups."""
-        return bits in (4, 8) and (group % 32 == 0 or group >= size)
-
-    @staticmethod
-    def of(
-        codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int
-    ) -> TiledGroups:
-        """Pack a weight. codes `[num_out, size]`, not packed; scales and zeros
-        `[num_out, num_groups]`; zeros None: 0."""
-        num_out, size = codes.shape
-        plane, places = _plane(group if group < size else 0, bits), 4 if bits == 4 else 1
-        chunk = plane * places
-        # As bytes: torch does not pad float8.
-        raw = in_blocks(codes.view(torch.uint8), chunk)
-        raw = in_words(raw) if bits == 4 else raw.view(codes.dtype)
-        # The group of each stretch of columns with one group, by its first column.
-        width = math.gcd(group, chunk) if group < size else chunk
-        begins = torch.arange(0, raw.shape[1] * chunk, width, device=codes.device)
-        groups = (begins // group).clamp_(max=scales.shape[1] - 1)
-        first = 0 if zeros is None else int(zeros.flatten()[0])
-        alike = zeros is None or bool((zeros == first).all())
-        packed = (
-            in_blocks(_narrowed(scales)[:, groups], chunk // width).transpose(2, 3).contiguous()
-        )
-        many = packed
-        if zeros is not None and not alike:
-            many = in_blocks(zeros[:, groups].int(), chunk // width).transpose(2, 3).contiguous()
-        packing = Packing(
-            bits,
-            is_float=raw.is_floating_point(),
-            plane=plane,
-            groups=packed.shape[2],
-            zero=first if alike else -1,
-            even=size % chunk == 0,
-            asm=raw.is_cuda,
-        )
-        return TiledGroups(raw, packed, many, packing, num_out, size, _counters(codes.device))
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors held, for counting bytes."""
-        return [self.codes, self.scales] + ([] if self.packing.zero >= 0 else [self.zeros])
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight `[num_out, size]` in `dtype`, each value rounded once."""
-        out = torch.empty(self.num_out, self.size, dtype=dtype, device=self.codes.device)
-        blocks, chunks = self.codes.shape[:2]
-        _groups_dense[(chunks, blocks)](
-            self.codes,
-            self.scales,
-            self.zeros,
-            out,
-            self.num_out,
-            self.size,
-            chunks,
-            PACKING=self.packing,
-            num_warps=4,
-        )
-        return out
-
-    def product(self, x: Tensor, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-        """x `[num_rows, size]`, contiguous -> `[num_rows, num_out]` in x's dtype. Sums are float32,
-        and weights are not rounded."""
-        rows = len(x)
-        out = torch.empty(rows, self.num_out, dtype=x.dtype, device=x.device)
-        if rows == 0:
-            return out
-        if tiles is None and self.takes_one_row(x):
-            return self._of_row(x, bias, out)
-        if tiles is None:
-            tiles = self.tiles(rows, num_sms(x.device))
-            words = self.codes.shape[3] * self.codes.itemsize
-            stage = tiles.out * words + tiles.rows * self.columns() * x.itemsize
-            tiles = _fitting(tiles, stage, x.device)
-        chunks = self.codes.shape[1]
-        return _multiply(
-            _groups_product,
-            (x, self.codes, self.scales, self.zeros),
-            self,
-            bias,
-            out,
-            tiles,
-            torch.float32,
-            (chunks, chunks),
-            PACKING=self.packing,
-        )
-
-    def tiles(self, rows: int, sms: int) -> Tiles:
-        """Tiles for `rows` rows on `sms` multiprocessors."""
-        chosen = next(tiles for most, tiles in _GROUP_TILES if rows <= most)
-        return divided(self, chosen, rows, sms)
-
-    def takes_one_row(self, x: Tensor) -> bool:
-        """Whether `one_row_product` multiplies `x`: it copies it to shared memory, 16 bytes at a
-        time."""
-        if not (x.is_cuda and len(x) == 1 and self.packing.bits == 4 and x.itemsize == 2):
-            return False
-        fits = self.size % 8 == 0 and self.size <= _LARGEST_ROW
-        return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
-
-    def takes_gated_row(self, x: Tensor) -> bool:
-        """Whether `gated_row` takes `x`: a tile has as many outputs of the gate as of `up`."""
-        return self.num_out % 128 == 0 and self.takes_one_row(x)
-
-    def gated_row(self, x: Tensor, bias: Tensor | None, gate: Literal["silu", "gelu"]) -> Tensor:
-        """gate(first half) * second half of what `product` gives for one row, rounded as it is:
-        x `[1, size]`, contiguous -> `[1, num_out / 2]`. `gelu` is the approximation by tanh."""
-        out = torch.empty(1, self.num_out // 2, dtype=x.dtype, device=x.device)
-        return self._of_row(x, bias, out, gate)
-
-    def _of_row(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gate: Literal["silu", "gelu"] | None = None,
-    ) -> Tensor:
-        from onestem.ops.triton.one_row import one_row_product
-
-        factors = self.codes, self.scales, self.zeros, self.packing.zero
-        one_row_product(x, *factors, bias, out, num_sms(x.device), gate)
-        return out
-
-    def columns(self, tiles: Tiles | None = None) -> int:
-        """Columns of a chunk."""
-        return self.packing.plane * self.packing.places
-
-
-# Columns of a row that leaves shared memory for another program.
-_LARGEST_ROW = 32768
-# As `_CHANNEL_TILES`. Larger tiles have more sums than registers.
-_GROUP_TILES = (
-    (16, Tiles(64, 16, 4, 4, 4)),
-    (32, Tiles(64, 32, 2, 4, 4)),
-    (math.inf, Tiles(64, 64, 2, 4, 3)),
-)
-
-
-def _plane(group: int, bits: int) -> int:
-    """Columns that are multiplied at once and share a scale. 0: there is one group."""
-    largest = 64 if bits == 4 else 128
-    return next(plane for plane in (largest, 64, 32) if group % plane == 0)
-
-
 def in_blocks(values: Tensor, columns: int) -> Tensor:
     """`[num_out, size]` -> `[blocks, chunks, 64, columns]`, with zeros at the ends."""
     lacking = -values.shape[1] % columns, -values.shape[0] % 64
@@ -662,18 +389,11 @@ def in_blocks(values: Tensor, columns: int) -> Tensor:
     return padded.unflatten(0, (-1, 64)).unflatten(2, (-1, columns)).transpose(1, 2).contiguous()
 
 
-def in_words(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, uint8 `[..., 4 * plane]` -> int16 `[..., plane]`: word j holds column j in
-    its lowest four bits, above them columns `plane + j`, `2 * plane + j` and `3 * plane + j`."""
-    one, two, three, four = codes.chunk(4, dim=-1)
-    both = torch.stack((one | two << 4, three | four << 4), -1)
-    return both.view(torch.int16).squeeze(-1)
-
-
-def _narrowed(scales: Tensor) -> Tensor:
-    """Scales in 16 bits if nothing is lost: each product reads them."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = scales.to(dtype)
-        if torch.equal(narrow.float(), scales.float()):
-            return narrow
-    return scales.float()
+def in_words(codes: Tensor, count: int = 4) -> Tensor:
+    """Codes of 4 or 8 bits, `count` (4 or 2) in a word: uint8 `[..., count * plane]` -> int16
+    `[..., plane]`. Word j holds column j in its lowest bits, above them columns `plane + j`,
+    `2 * plane + j` and so on."""
+    parts = codes.chunk(count, dim=-1)
+    if count == 4:
+        parts = parts[0] | parts[1] << 4, parts[2] | parts[3] << 4
+    return torch.stack(parts, -1).view(torch.int16).squeeze(-1)

@@ -13,10 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onestem.adapters.messages_write import error_body
 from onestem.batch.workplace import is_full
 from onestem.beside_vllm import ROUTES, way_out
 from onestem.errors import OnestemError
 from onestem.options import parse_memory
+from onestem.server.api.adapted import adapted
 from onestem.server.api.bodies import Bodies
 from onestem.server.api.callers import service_of
 from onestem.server.api.control import control_routes
@@ -28,6 +30,8 @@ from onestem.server.logs import log
 from onestem.server.service import Service
 
 __all__ = ["Contained", "make_app"]
+
+MESSAGES = "/v1/messages"  # whose errors have Anthropic's form
 
 
 class Contained:
@@ -76,6 +80,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.add_middleware(Contained, answer=_on_bug)
     app.include_router(api)
+    app.include_router(adapted)
     app.include_router(tokens)
     app.include_router(open_routes)
     app.include_router(control_routes, dependencies=[Depends(known_query)])
@@ -129,4 +134,8 @@ def _errored(request: Request, error: ApiError) -> Response:
         code=error.code,
         param=error.param,
     )
-    return JSONResponse(error.body(), error.status, {**error.headers, "x-request-id": name})
+    headers = {**error.headers, "x-request-id": name}
+    if request.url.path.startswith(MESSAGES):
+        body = error_body(error.status, error.message, name)
+        return JSONResponse(body, error.status, {**headers, "request-id": name})
+    return JSONResponse(error.body(), error.status, headers)

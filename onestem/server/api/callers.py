@@ -31,7 +31,8 @@ async def _the_service(request: Request) -> Service:
 
 
 async def _the_tenant(request: Request) -> Tenant:
-    return service_of(request).keys.tenant(request.headers.get("authorization"))
+    headers = request.headers
+    return service_of(request).keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
 
 
 async def _operated(request: Request) -> Service:

@@ -11,6 +11,7 @@ from functools import partial
 
 from onestem.openai.read import Echo
 from onestem.openai.tools import ToolForm
+from onestem.openai.write import Dialect
 from onestem.scores import ScoreTask
 from onestem.server.errors import TOO_LATE, ApiError, too_late
 from onestem.server.link.chunk_size import ChunkSize
@@ -31,6 +32,8 @@ class Call(CallRecord):
         chunk_size: of its stream's chunks after the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
         tools: the form of its tool calls; None: it has none.
+        dialect: how its answer is written; None: as OpenAI's.
+        is_kept: whether what is computed of its prompts is kept for later ones.
         seconds: its time limit.
     """
 
@@ -40,6 +43,8 @@ class Call(CallRecord):
     include_usage: bool = False
     return_token_ids: bool = False
     tools: ToolForm | None = None
+    dialect: Dialect | None = None
+    is_kept: bool = True
     echo: Echo | None = None
     chunk_size: ChunkSize | None = None
     seconds: float
@@ -108,15 +113,19 @@ class Call(CallRecord):
 
 
 def usage_of(call: Call) -> dict[str, object]:
-    """OpenAI's `usage`; a prompt counts once, however many answers it gets."""
+    """OpenAI's `usage`; a prompt counts once, however many answers it gets. Of a call that has
+    begun: as far as it is known."""
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     if call.tasks:
         prompt = sum(task.num_tokens for task in call.tasks)
-    output = sum(one.num_output_tokens for one in call.metrics)
+    metrics = call.metrics or list(call.inbox.begun.values())
+    output = sum(one.num_output_tokens for one in metrics)
     if call.echo is not None and call.echo.alone:
         output = 0
-    cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in call.metrics)
+    cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in metrics)
     details = {"cached_tokens": cached}
+    if call.dialect is not None:
+        details["cache_write_tokens"] = prompt - cached if call.is_kept else 0
     rerendered = call.rerendered
     if rerendered is not None:
         details["rerendered_tokens"] = rerendered.num_tokens

@@ -10,17 +10,25 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from onestem import __version__
+from onestem.adapters.messages_write import MessageError
 from onestem.openai.schema import ErrorAnswer
 
-__all__ = ["ERRORS", "answers", "body_of", "document"]
+__all__ = ["ERRORS", "MESSAGE_ERRORS", "answers", "body_of", "document"]
 
 REF = "#/components/schemas/{model}"
-MODELS: dict[type[BaseModel], None] = {ErrorAnswer: None}  # those that the document describes
-_ERROR = {"application/json": {"schema": {"$ref": REF.format(model="ErrorAnswer")}}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "What is wrong with the request.", "content": _ERROR},
-    "5XX": {"description": "What is wrong with the server.", "content": _ERROR},
-}
+# Those that the document describes.
+MODELS: dict[type[BaseModel], None] = {ErrorAnswer: None, MessageError: None}
+
+
+def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
+    return {
+        "4XX": {"description": "What is wrong with the request.", "content": content},
+        "5XX": {"description": "What is wrong with the server.", "content": content},
+    }
+
+
+ERRORS, MESSAGE_ERRORS = _errors(ErrorAnswer), _errors(MessageError)
 
 
 def answers(*types: str) -> dict[int | str, dict[str, Any]]:
@@ -40,7 +48,7 @@ def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
     made = get_openapi(
         title="Onestem",
         version=__version__,
-        description="OpenAI's API for prompts that share text.",
+        description="OpenAI's API, and Anthropic's messages, for prompts that share text.",
         routes=app.routes,
     )
     _, definitions = models_json_schema(

@@ -91,7 +91,8 @@ async def prepare(
 
 async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
     """The call of a body: tokenised and checked, in a thread where that takes time."""
-    name = ID_OF[asked.kind] + secrets.token_hex(12)
+    prefix_of_id = ID_OF[asked.kind] if asked.dialect is None else asked.dialect.id_prefix
+    name = prefix_of_id + secrets.token_hex(12)
     prefixes, model = service.prefixes, service.model
     prefix = prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     tasks: list[ScoreTask] = []
@@ -116,6 +117,8 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         return_token_ids=asked.return_token_ids or model.tokenizer is None,
         echo=asked.echo,
         tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
+        dialect=asked.dialect,
+        is_kept=model.facts.options.share != "off",
         chunk_size=service.client.requests.chunk_size,
         arrived=arrived,
         seconds=asked.timeout or service.settings.timeout,

@@ -14,7 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 from onestem.batch.guard import ENDS
 from onestem.openai.echo import echoed, form_of_echo
-from onestem.openai.write import Chunks, NotANumberError, ResponseFormat, answer_body, scores_body
+from onestem.openai.write import (
+    Chunks,
+    Dialect,
+    DialectWriter,
+    NotANumberError,
+    ResponseFormat,
+    answer_body,
+    scores_body,
+)
 from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.api.calls import Call, usage_of
 from onestem.server.api.prepare import QUICK_TOKENS
@@ -27,11 +35,13 @@ from onestem.server.api.streams import (
     while_there,
 )
 from onestem.server.errors import BUG, ApiError, field_of
+from onestem.server.link.inbox import Inbox
 from onestem.server.logs import log
 from onestem.server.service import Service
 
 __all__ = ["Reply", "check_piece", "events", "whole_body"]
 
+PING_SECONDS = 15.0
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent
 
@@ -108,14 +118,7 @@ class Reply:
             fields: of the body.
         """
         call = self._call
-        chunks = Chunks(
-            call.id,
-            call.created,
-            self._form,
-            prompts=[request.prompt_token_ids for request in call.requests],
-            n=call.requests[0].params.n,
-            include_usage=call.include_usage,
-        )
+        chunks = _chunks(call, self._form)
         direct = _direct(call, chunks, writer)
         last = b""
         try:
@@ -124,7 +127,8 @@ class Reply:
                     if last:
                         yield last
                         inbox.direct = direct
-                    await inbox.wait()
+                    while not await _has_come(inbox, chunks):
+                        yield chunks.ping
                     last = events(call, inbox.take(), chunks)
             if call.include_usage:
                 last += chunks.usage(usage_of(call))
@@ -138,13 +142,13 @@ class Reply:
                 error, last = ApiError(500, BUG), b""
             self._records.metrics.note_error(error.status)
             error.param = field_of(error.param, fields)
-            last += event(error.body())
+            last += _failure(error, chunks)
             del error  # which has this frame
         finally:
             call.inbox.direct = None  # calls outlive their connections for a while
             self._note()
         # In one write: each is a system call, and every request has this end.
-        yield last + DONE
+        yield last + (DONE if call.dialect is None else b"")
 
     def _note(self) -> None:
         """Have the call entered when the engine is done with it."""
@@ -153,8 +157,47 @@ class Reply:
         call.when_left(partial(self._records.note, call))
 
 
+def _chunks(call: Call, form: ResponseFormat) -> Chunks | DialectWriter:
+    """What writes a call's stream."""
+    if call.dialect is not None:
+        return _writer(call, call.dialect, form)
+    return Chunks(
+        call.id,
+        call.created,
+        form,
+        prompts=[request.prompt_token_ids for request in call.requests],
+        n=call.requests[0].params.n,
+        include_usage=call.include_usage,
+    )
+
+
+def _writer(call: Call, dialect: Dialect, form: ResponseFormat) -> DialectWriter:
+    return dialect.writer(call.id, call.created, form, partial(usage_of, call))
+
+
+async def _has_come(inbox: Inbox, chunks: Chunks | DialectWriter) -> bool:
+    """Wait for news; False: there is none yet, and the reader is to be told that it is waited
+    for."""
+    if not chunks.ping:
+        await inbox.wait()
+        return True
+    try:
+        async with asyncio.timeout(PING_SECONDS):
+            await inbox.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _failure(error: ApiError, chunks: Chunks | DialectWriter) -> bytes:
+    """The event of an error."""
+    if isinstance(chunks, Chunks):
+        return event(error.body())
+    return chunks.failed(error.status, error.message)
+
+
 def _direct(
-    call: Call, chunks: Chunks, writer: PieceWriter | None
+    call: Call, chunks: Chunks | DialectWriter, writer: PieceWriter | None
 ) -> Callable[[int, str], bool] | None:
     """A function that writes a token's event at once; None where events need more."""
     if (
@@ -174,7 +217,7 @@ def _direct(
     return write
 
 
-def _unsent(chunks: Chunks, call: Call) -> bytes:
+def _unsent(chunks: Chunks | DialectWriter, call: Call) -> bytes:
     """Events of tokens that waited for a chunk's others when the stream was cut short."""
     with contextlib.suppress(ApiError):  # another error is reported already
         return events(call, call.inbox.take(), chunks)
@@ -200,6 +243,9 @@ def whole_body(
     if call.tasks:
         answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)
         return _spelled(lambda: scores_body(call.id, call.model, answered)) | whole
+    if call.dialect is not None:
+        (piece,) = pieces.values()
+        return _writer(call, call.dialect, form).whole(piece, usage_of(call))
     bodies = []
     for part, request in enumerate(call.requests):
         outputs = [piece for (of, _), piece in pieces.items() if of == part]
@@ -239,7 +285,11 @@ def _spelled(write: Any) -> Any:
         raise ApiError(500, str(error), code="engine_error") from error
 
 
-def events(call: Call, pieces: Mapping[tuple[int, int], CompletionOutput], chunks: Chunks) -> bytes:
+def events(
+    call: Call,
+    pieces: Mapping[tuple[int, int], CompletionOutput],
+    chunks: Chunks | DialectWriter,
+) -> bytes:
     """The events of a stream for what has come."""
     for piece in pieces.values():
         check_piece(piece, call)

@@ -38,7 +38,7 @@ from onestem.server.objects import files
 from onestem.server.objects.tenants import Tenant
 from onestem.server.service import Service
 
-__all__ = ["api", "known_query", "open_routes", "tokens"]
+__all__ = ["COMPLETIONS", "Body", "answer", "api", "known_query", "open_routes", "tokens"]
 
 Json = dict[str, Any]
 Body = Annotated[Json, Depends(read_json)]
@@ -72,24 +72,25 @@ open_routes = APIRouter(responses=ERRORS)
 @api.post("/chat/completions", openapi_extra=body_of(ChatBody), responses=COMPLETIONS)
 async def chat_completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Answer a conversation."""
-    return await _answer(partial(read_body, "chat"), request, service, tenant)
+    return await answer(partial(read_body, "chat"), request, service, tenant)
 
 
 @api.post("/completions", openapi_extra=body_of(CompletionBody), responses=COMPLETIONS)
 async def completions(request: Request, service: Serves, tenant: Asks) -> Response:
     """Continue one prompt or several."""
-    return await _answer(partial(read_body, "completion"), request, service, tenant)
+    return await answer(partial(read_body, "completion"), request, service, tenant)
 
 
 @api.post("/score", openapi_extra=body_of(ScoreBody))
 async def score(request: Request, service: Serves, tenant: Asks) -> Response:
     """How probable given texts are: completions of prompts, or whole texts."""
-    return await _answer(partial(read_body, "score"), request, service, tenant)
+    return await answer(partial(read_body, "score"), request, service, tenant)
 
 
-async def _answer(
+async def answer(
     read: Callable[[JsonObject], Asked], request: Request, service: Service, tenant: Tenant
 ) -> Response:
+    """The answer to a body; `read` as for `prepare`."""
     call = await prepare(service, read, request, tenant)
     return await Reply(call, service).response(request)
 

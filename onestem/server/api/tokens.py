@@ -15,19 +15,23 @@ from onestem.openai.schema import DetokenizeBody, TokenizeBody
 from onestem.rawtext import RawText
 from onestem.server.served_model import ServedModel
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["counting", "detokenize", "tokenize"]
 
 TOKENIZED_LENGTHS = 4  # times the model's: by how much a text is too long can be asked
+
+
+def counting(model: ServedModel) -> BoundedTokenizer:
+    """The tokenizer of texts that are counted, and may be too long for the model."""
+    if model.tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    return BoundedTokenizer(model.tokenizer, TOKENIZED_LENGTHS * model.facts.max_model_len)
 
 
 def tokenize(model: ServedModel, body: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     asked = check(TokenizeBody, without_nulls(body))
     model.check_name(asked.model)
-    max_model_len = model.facts.max_model_len
-    if model.tokenizer is None:
-        raise RequestError(NO_TOKENIZER)
-    tokenizer = BoundedTokenizer(model.tokenizer, TOKENIZED_LENGTHS * max_model_len)
+    tokenizer = counting(model)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("body has not exactly one of prompt and messages")
     if asked.prompt is None and asked.parse_special:
@@ -40,7 +44,7 @@ def tokenize(model: ServedModel, body: Mapping[str, Any]) -> dict[str, Any]:
         prompt = read_conversation(asked)
         assert prompt.messages is not None
         ids = tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
-    made = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    made = {"count": len(ids), "max_model_len": model.facts.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         made["token_strs"] = [
             tokenizer.token_bytes(token).decode(errors="replace") for token in ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from onestem.request import CompletionOutput
+from onestem.request import CompletionOutput, RequestMetrics
 from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.chunk_size import ChunkSize
 from onestem.server.link.messages import Delta
@@ -80,6 +80,7 @@ class Inbox:
 
     Attributes:
         ended: part -> its last delta (with metrics).
+        begun: part -> what it had cost at its first token, of parts that stream.
         error: what ended the call early.
         direct: for a call of one sequence: gets a token's id and text when nothing else is to be
             handed out before, which saves the waiter's wake-up. It returns False if it could not
@@ -88,6 +89,7 @@ class Inbox:
 
     def __init__(self, num_parts: int, size: ChunkSize | None = None) -> None:
         self.ended: dict[int, Delta] = {}
+        self.begun: dict[int, RequestMetrics] = {}
         self.direct: Callable[[int, str], bool] | None = None
         self.error: ApiError | None = None
         self._num_parts = num_parts
@@ -129,6 +131,9 @@ class Inbox:
             self._add_piece((part, piece.index), piece)
         if delta.finished:
             self.ended[part] = delta
+        elif delta.metrics is not None:
+            self.begun[part] = delta.metrics
+            return
         self._news.set()
 
     def _add_piece(self, key: tuple[int, int], piece: CompletionOutput) -> None:

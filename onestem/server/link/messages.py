@@ -156,7 +156,7 @@ class Tokens:
 @dataclass(frozen=True)
 class Delta:
     """What is new in a request's answers. `metrics`, `prompt_logprobs`, `scores` and `reuse` come
-    last."""
+    last; `metrics` of a request with one sequence also with its first token, if it streams."""
 
     request_id: str
     pieces: list[CompletionOutput]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onestem.engine.outputs import request_output
+from onestem.engine.outputs import metrics_of, request_output
 from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import CompletionOutput, RequestOutput, Told
 from onestem.server.link.messages import Delta, Tokens
@@ -54,8 +54,8 @@ class Deltas:
         """What is new in requests: in `outputs`, and in others that stream and go on.
         `weights_version`: of the weights that the model has now."""
         tokens = Tokens(weights_version)
-        unusual = self._note_tokens(going_on, tokens)
-        deltas = []
+        deltas: list[Delta] = []
+        unusual = self._note_tokens(going_on, tokens, deltas)
         for output in [*outputs, *map(request_output, unusual)]:
             if output.request_id not in self._sent:
                 continue  # it was forgotten: it has no listener
@@ -67,17 +67,23 @@ class Deltas:
                 deltas.append(Delta(output.request_id, pieces))
         return tokens, deltas
 
-    def _note_tokens(self, going_on: Iterable[RequestState], tokens: Tokens) -> list[RequestState]:
+    def _note_tokens(
+        self, going_on: Iterable[RequestState], tokens: Tokens, deltas: list[Delta]
+    ) -> list[RequestState]:
         """Note news that is one token with its text, of requests of one sequence; returns the other
-        requests. Most news is like that, so no output is made for it."""
+        requests. Most news is like that, so no output is made for it. The first of a request's has
+        what the prompt has cost beside it."""
         unusual: list[RequestState] = []
         numbers: list[int] = []
         ids: list[int] = []
         for state in going_on:
-            one = self._single.get(state.request.request_id) or self._begin_single(state)
+            one = self._single.get(state.request.request_id)
             if one is None:
-                unusual.append(state)
-                continue
+                one = self._begin_single(state)
+                if one is None:
+                    unusual.append(state)
+                    continue
+                deltas.append(Delta(state.request.request_id, [], metrics=metrics_of(state)))
             sequence, answer, sent = one.sequence, one.sequence.answer, one.sent
             first, version = answer.weights[-1]
             count = len(sequence.tokens) - sequence.num_prompt

@@ -63,10 +63,13 @@ class Keys:
         found = (tenant for tenant in self._keys.values() if tenant.name == name)
         return next(found, Tenant(name))
 
-    def tenant(self, authorization: str | None) -> Tenant:
-        """The holder of the bearer's key in an `Authorization` header; raises a 401 if there is
-        none."""
-        return self._holder(_bearers(authorization)) if self._keys else EVERYBODY
+    def tenant(self, authorization: str | None, key: str | None = None) -> Tenant:
+        """The holder of the bearer's key in an `Authorization` header, or of `key` (of Anthropic's
+        `x-api-key`) where there is no bearer; raises a 401 if there is none."""
+        if not self._keys:
+            return EVERYBODY
+        given = _bearers(authorization) or (key or "").strip().encode("utf-8", "surrogateescape")
+        return self._holder(given)
 
     def _holder(self, given: bytes) -> Tenant:
         """The holder of a key. All keys are compared, each in constant time."""
@@ -78,7 +81,7 @@ class Keys:
         if found is None:
             raise ApiError(
                 401,
-                "no valid API key: send it as `Authorization: Bearer KEY`",
+                "no valid API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
