@@ -84,7 +84,7 @@ class AsyncLLM(Beside):
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)
-        self.tokenizer = Tokenizer.from_directory(self.path)
+        self.tokenizer = Tokenizer.from_directory(self.path, options.template_text)
         self.weights_version = 0
         # One seed for all engines: a request that is sent again is answered alike.
         self._options = options.replace(

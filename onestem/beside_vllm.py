@@ -56,7 +56,7 @@ TEXT_ALONE = "leave it out: text alone is read"
 MERGE = "merge the adapter into the weights (PEFT's `merge_and_unload`), and give their directory"
 NO_DRAFTS = "leave it out: there is no speculative decoding"
 FOUND = "leave it out: the form of calls is read off the model's chat template"
-TEMPLATE = "put the template into the model's directory as `chat_template.jinja`"
+TEMPLATE = "give a file as the engine's option `chat_template`"
 ONE_MACHINE = "`onestem batch --replicas N` deals a job to N engines; a server is one engine"
 MODELS_OWN = "default: the model's own"
 OWN_TOKENIZER = "leave it out: the tokenizer is the one in the model's directory"
@@ -64,7 +64,7 @@ IN_CONFIG = "change config.json in a copy of the model's directory"
 NO_CODE = "leave it out: no code of a model is run"
 OWN_DTYPE = "leave it out: keys and values have the model's dtype"
 MASKS = "leave it out: xgrammar writes the masks"
-REASONING = "leave it out: reasoning stays in the answer's text"
+REASONING = "leave it out: the form of reasoning is read off the model's chat template"
 TLS = "let a proxy speak TLS (docs/operating.md)"
 PROXY = "put a proxy before the server (docs/operating.md)"
 WEIGHTS = "`update_weights` takes new weights (docs/rollouts.md)"
@@ -164,6 +164,7 @@ ENGINE = {
     **_refused(NO_EMBEDDINGS, "task", "runner", "convert", "pooler_config"),
     **_refused(NO_EMBEDDINGS, "override_pooler_config"),
     **_refused(MASKS, "structured_outputs_config", "guided_decoding_backend"),
+    "chat_template": Name("chat_template", "a file"),
     "tensor_parallel_size": Name("tensor_parallel_size", "of one machine"),
     "pipeline_parallel_size": Name(None, "give `tensor_parallel_size`, of one machine"),
     "data_parallel_size": Name(None, ONE_MACHINE),
@@ -176,7 +177,6 @@ ENGINE = {
 SERVE = {
     **_same("host", "port", "served_model_name", "stream_interval"),
     "api_key": Name("api_key_file", "a file: a key is no argument, which others could read"),
-    "chat_template": Name(None, TEMPLATE),
     "chat_template_content_format": Name(None, "leave it out: the template says it"),
     "response_role": Name(None, LEAVE_OUT),
     **_refused(FOUND, "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin"),

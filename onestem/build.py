@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,8 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
-        tokenizer = Tokenizer.from_directory(path)  # before the weights: it may be refused
+        # Before the weights: it may be refused.
+        tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
         decoder = (load_decoder if team is None else team.load_decoder)(
             path,
@@ -84,7 +86,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         engine = Engine(
             decoder,
             tokenizer,
-            GenerationDefaults.from_directory(path),
+            _defaults(options, path),
             options.replace(
                 device=str(device),
                 dtype=str(dtype).removeprefix("torch."),
@@ -104,6 +106,17 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             trace.restart()
         opened.pop_all()
     return engine
+
+
+def _defaults(options: EngineOptions, path: Path) -> GenerationDefaults:
+    """Sampling defaults: those of the options, else the model's."""
+    own = GenerationDefaults.from_directory(path)
+    heat, top_p = options.default_temperature, options.default_top_p
+    return replace(
+        own,
+        temperature=own.temperature if heat is None else heat,
+        top_p=own.top_p if top_p is None else top_p,
+    )
 
 
 def _num_pages(

@@ -31,6 +31,7 @@ from onestem.errors import ConfigError, RequestError
 from onestem.garbage import collecting_less
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
+from onestem.openai.forms import Tools
 from onestem.openai.write import message_of
 from onestem.options import EngineOptions, takes
 from onestem.planner import JobPlan, Prompts, RunningOrder, planned, planner_of
@@ -282,17 +283,26 @@ class LLM(Beside):
         if not ids:
             return [], []
         each = params_for_each(sampling_params, len(ids))
-        return ids, self._reader.with_calls(each, tools)
+        return ids, self._reader.with_calls(each, tools, ids)
 
-    def assistant_message(self, answer: RequestOutput, index: int = 0) -> dict[str, Any]:
-        """An answer of a chat with tools as OpenAI's message: `content`, and `tool_calls` if there
-        are any. The conversation may go on with it.
+    def assistant_message(
+        self,
+        answer: RequestOutput,
+        index: int = 0,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """An answer of a chat as OpenAI's message: `content`, and `reasoning_content` (also as
+        `reasoning`) and `tool_calls` if there are any. The conversation may go on with it.
 
         Args:
             index: which of the answer's `outputs`.
+            tools: those of the chat. Some families write texts without quotes (Qwen3-Coder, GLM):
+                the tools say which arguments are texts.
         """
-        form = self._reader.need_tokenizer("chat").tool_form
-        told = message_of(answer.request_id, answer.outputs[index], form)
+        tokenizer = self._reader.need_tokenizer("chat")
+        texts = Tools(allowed=dict(enumerate(map(dict, tools)))).texts
+        reading = tokenizer.reading(answer.prompt_token_ids, texts)
+        told = message_of(answer.request_id, answer.outputs[index], reading)
         message: dict[str, Any] = told["message"]
         return message
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import inspect
 import os
 import re
@@ -183,6 +184,17 @@ class EngineOptions(Options):
     max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
     """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
 
+    chat_template: Path_ | None = Field(default=None, json_schema_extra={"metavar": "FILE"})
+    """Chat template in place of the model's own."""
+
+    default_temperature: float | None = Field(
+        default=None, ge=0, le=100, json_schema_extra={"flag": ""}
+    )
+    """Temperature of requests that have none (default: the model's)."""
+
+    default_top_p: float | None = Field(default=None, gt=0, le=1, json_schema_extra={"flag": ""})
+    """top_p of requests that have none (default: the model's)."""
+
     max_step_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of a step, prompts' and one of each sequence that decodes (default: 1024 on a
     CPU, 2048 with AMX, 8192 on a GPU)."""
@@ -261,6 +273,22 @@ class EngineOptions(Options):
         """`random_weights`; where it is not given, whether the model is a shape."""
         return is_shape(self.model) if self.random_weights is None else self.random_weights
 
+    @property
+    def template_text(self) -> str | None:
+        """The text of `chat_template`.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template {self.chat_template} cannot be read: {error}"
+            ) from None
+
     def identity(self) -> dict[str, Any]:
         """What answers depend on besides the model. The options must be settled, as `LLM` has
         them."""
@@ -268,6 +296,11 @@ class EngineOptions(Options):
         marked = {name for name, field in fields if extra_of(field).get("identity")}
         identity = {"device": self.device.partition(":")[0]}
         identity |= {name: getattr(self, name) for name in sorted(marked)}
+        template = self.template_text
+        defaults = {name: getattr(self, name) for name in ("default_temperature", "default_top_p")}
+        identity |= {name: value for name, value in defaults.items() if value is not None}
+        if template is not None:
+            identity["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
         # Seeds of a job's lines are derived from its identity.
         return identity if self.seed is None else identity | {"seed": self.seed}
 

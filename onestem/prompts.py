@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, cast
@@ -19,8 +20,8 @@ from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
-from onestem.openai.read import calls_fields, read_chat
-from onestem.openai.tools import Tools
+from onestem.openai.forms import Tools
+from onestem.openai.read import calls_fields, read_chat, reasoning_fields
 from onestem.pml import CompiledPrompt, Library
 from onestem.pml import Prompt as PmlPrompt
 from onestem.rawtext import RawText
@@ -211,17 +212,29 @@ class PromptReader:
                 ids.append(_ids_of(listed))
         return ids, tools
 
-    def with_calls(self, each: list[SamplingParams], tools: Tools | None) -> list[SamplingParams]:
-        """Parameters that constrain calls to their tools' schemas; a shared object stays shared."""
-        if tools is None or tools.mode == "none":
-            return each
+    def with_calls(
+        self, each: list[SamplingParams], tools: Tools | None, prompts: Sequence[PromptIds]
+    ) -> list[SamplingParams]:
+        """Parameters that constrain calls to their tools' schemas, and leave the marks of reasoning
+        in the text; a shared object stays shared."""
         tokenizer = self.need_tokenizer("chat")
         form, token_of = tokenizer.tool_form, tokenizer.control_token
-        constrained = {
-            key: one.replace(**calls_fields(tools, one, form, token_of, check_schema))
-            for key, one in {id(one): one for one in each}.items()
-        }
-        return [constrained[id(one)] for one in each]
+        made: dict[tuple[int, bool], SamplingParams] = {}
+        changed = []
+        for one, prompt in zip(each, prompts, strict=True):
+            opened = tools is not None and tokenizer.is_reasoning(prompt.listed)
+            key = id(one), opened
+            if key not in made:
+                if tools is None or tools.mode == "none":
+                    given = one.model_dump(include={"skip_special_tokens"}, exclude_unset=True)
+                    fields = reasoning_fields(given, form, token_of)
+                else:
+                    fields = calls_fields(
+                        tools, one, form, token_of, check_schema, partial(bool, opened)
+                    )
+                made[key] = one.replace(**fields) if fields else one
+            changed.append(made[key])
+        return changed
 
     def completions(
         self,

@@ -135,7 +135,7 @@ def test_files_of_options_are_told_too(tmp_path):
     for text, kind, told in (
         ("gpu-memory-utilization = 0.9", EngineOptions, "(vLLM's): give kv_memory a size"),
         ("attention_backend = 'x'", EngineOptions, "(vLLM's): here it is attention"),
-        ("[serve]\nchat-template = 'x'", Settings, "chat_template.jinja"),
+        ("[serve]\nreasoning-parser = 'x'", Settings, "read off the model's chat template"),
     ):
         (file := tmp_path / "onestem.toml").write_text(text)
         with pytest.raises(ConfigError, match=re.escape(told)):

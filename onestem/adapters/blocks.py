@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onestem.openai.tools import CallParser, ToolForm
+from onestem.openai.forms import AnswerReader, Reading
 
 __all__ = ["Block", "Blocks", "News", "named_event"]
 
@@ -23,6 +23,9 @@ def named_event(value: Mapping[str, Any]) -> str:
     return f"event: {value['type']}\ndata: {_json(value)}\n\n"
 
 
+Kind = Literal["reasoning", "text", "call"]
+
+
 @dataclass(slots=True)
 class Block:
     """A part of an answer.
@@ -30,14 +33,16 @@ class Block:
     Attributes:
         index: its place in the answer.
         text: what has come of it; of a call: its arguments.
-        name, number: of a call: its function, and its place among the calls.
+        name, number, call_id: of a call: its function, its place among the calls, and its id, if
+            the model wrote one.
     """
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
     text: str = ""
     name: str = ""
     number: int = -1
+    call_id: str = ""
 
 
 News = tuple[Literal["begin", "more", "end"], Block, str]  # with the text that is new
@@ -47,43 +52,40 @@ class Blocks:
     """Reads an answer's text as it comes.
 
     Args:
-        form: of its calls; None: it has none.
+        reading: how its calls and reasoning are read; None: it has none.
 
     Attributes:
         blocks: those that have begun.
     """
 
-    def __init__(self, form: ToolForm | None) -> None:
+    def __init__(self, reading: Reading | None) -> None:
         self.blocks: list[Block] = []
-        self._parser = None if form is None else CallParser(form)
+        self._reader = None if reading is None else AnswerReader(reading)
         self._open: Block | None = None
 
     @property
     def has_called(self) -> bool:
         """Whether there are calls, and the last one's arguments have ended."""
-        return self._parser is not None and self._parser.has_called
+        return self._reader is not None and self._reader.has_called
 
     def feed(self, text: str, *, ends: bool) -> list[News]:
         """Read more text; `ends`: the answer has no more."""
         news: list[News] = []
-        if self._parser is None:
+        if self._reader is None:
             self._add(news, "text", text)
         else:
-            found = self._parser.feed(text)
-            if ends:
-                found += self._parser.finish()
+            found = [*self._reader.feed(text), *(self._reader.finish() if ends else ())]
             for event in found:
                 if event.name:
-                    self._begin(news, "call", event.name, event.index)
-                elif event.arguments:
-                    self._add(news, "call", event.arguments)
-                else:
-                    self._add(news, "text", event.text)
+                    self._begin(news, "call", event.name, event.index, event.id)
+                self._add(news, "call", event.arguments)
+                self._add(news, "reasoning", event.reasoning)
+                self._add(news, "text", event.text)
         if ends:
             self._end(news)
         return news
 
-    def _add(self, news: list[News], kind: Literal["text", "call"], text: str) -> None:
+    def _add(self, news: list[News], kind: Kind, text: str) -> None:
         if not text:
             return
         if self._open is None or self._open.kind != kind:
@@ -93,10 +95,10 @@ class Blocks:
         news.append(("more", self._open, text))
 
     def _begin(
-        self, news: list[News], kind: Literal["text", "call"], name: str = "", number: int = -1
+        self, news: list[News], kind: Kind, name: str = "", number: int = -1, call_id: str = ""
     ) -> None:
         self._end(news)
-        self._open = Block(kind, len(self.blocks), name=name, number=number)
+        self._open = Block(kind, len(self.blocks), name=name, number=number, call_id=call_id)
         self.blocks.append(self._open)
         news.append(("begin", self._open, ""))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -85,7 +85,7 @@ class MessageWriter:
         usage: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._asked, self._name, self._form, self._usage = asked, name, form, usage
-        self._blocks = Blocks(form.tools)
+        self._blocks = Blocks(form.reading)
         self._begun = False
         self._last: CompletionOutput | None = None
 
@@ -143,7 +143,7 @@ class MessageWriter:
     def _event(self, news: News) -> str:
         what, block, text = news
         if what == "begin":
-            shown = self._block(Block(block.kind, block.index, "", block.name, block.number), {})
+            shown = self._block(replace(block, text=""), {})
             if block.kind == "reasoning":
                 shown["signature"] = ""
             begin = {"type": "content_block_start", "index": block.index, "content_block": shown}
@@ -166,8 +166,8 @@ class MessageWriter:
         if block.kind == "reasoning":
             # Nobody checks the signature, but clients send no block back that has none.
             return {"type": "thinking", "thinking": block.text, "signature": self._name}
-        assert self._form.tools is not None
-        name = self._form.tools.call_id(self._name, 0, block.number)
+        assert self._form.reading is not None
+        name = block.call_id or self._form.reading.form.call_id(self._name, 0, block.number)
         return {"type": "tool_use", "id": name, "name": block.name, "input": arguments}
 
     def _end(self, usage: Mapping[str, Any]) -> JsonObject:

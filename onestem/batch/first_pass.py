@@ -189,11 +189,16 @@ class _FirstPass:
     def _held(self, request: BatchRequest) -> BatchRequest:
         """The request with tools in the model's form."""
         tokenizer = self._tokenizer
-        if request.asked.tools is None or tokenizer is None:
+        if not request.asked.has_messages or tokenizer is None:
             return request
+
+        def opened() -> bool:
+            return tokenizer.is_reasoning(self._ids(request.prompt))
+
         try:
             held = guarded(request.asked.held)
-            asked = held(tokenizer.tool_form, tokenizer.control_token, check_schema)
+            form, token_of = tokenizer.tool_form, tokenizer.control_token
+            asked = held(form, token_of, check_schema, opened=opened)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked)
@@ -363,6 +368,9 @@ def _record(line: _Line) -> dict[str, Any]:
         record["return_token_ids"] = True
     if asked.tools is not None:
         record["has_tools"] = True
+        record["texts"] = asked.tools.texts
+    if not asked.is_free:
+        record["is_free"] = False
     if prompt.pml is not None:
         record |= {"pml": prompt.pml, "isolation": prompt.isolation}
     if line.task is not None:

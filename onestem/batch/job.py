@@ -63,6 +63,7 @@ from onestem.batch.spool import (
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
+from onestem.openai.forms import Reading
 from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
 from onestem.request import Request, RequestOutput, is_masked
 
@@ -411,11 +412,19 @@ class _Job:
             logprobs=asked.sampling.get("logprobs"),
             return_token_ids=asked.return_token_ids or tokenizer is None,
             token_bytes=self.token_bytes,
-            tools=tokenizer.tool_form if asked.has_tools and tokenizer else None,
+            reading=self._reading(asked, output),
             special_ids=tokenizer.special_ids if tokenizer else (),
             skips_special=asked.sampling.get("skip_special_tokens", True),
         )
         return answer_body(name, output, form)
+
+    def _reading(self, asked: SpooledRequest, output: RequestOutput) -> Reading | None:
+        """How the answers of a line are read."""
+        tokenizer = self.rules.tokenizer
+        if asked.kind != "chat" or tokenizer is None or asked.pml is not None:
+            return None
+        texts = asked.texts if asked.has_tools else None
+        return tokenizer.reading(output.prompt_token_ids, texts, is_free=asked.is_free)
 
     def _tell_run(self, last: RequestOutput | None) -> None:
         counts, total = self.counts, self.summary.total

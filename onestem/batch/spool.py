@@ -18,7 +18,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -29,8 +29,8 @@ from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.earlier import as_earlier
 from onestem.errors import JobError
+from onestem.openai.forms import Form, Reading
 from onestem.openai.schema import Kind
-from onestem.openai.tools import ToolForm
 from onestem.pml import CompiledPrompt
 from onestem.request import WHITESPACE, Request, SamplingParams, Whitespace
 from onestem.scores import Encoder, ScoreTask
@@ -71,6 +71,7 @@ class Tokenizer(Encoder, Protocol):
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        without_calls: bool,
         fields: Mapping[str, Any],
     ) -> list[int]:
         """Token ids of a chat, up to where the answer begins."""
@@ -82,8 +83,23 @@ class Tokenizer(Encoder, Protocol):
         ...
 
     @property
-    def tool_form(self) -> ToolForm | None:
-        """The form in which the model writes tool calls."""
+    def tool_form(self) -> Form | None:
+        """The form in which the model writes tool calls and reasoning."""
+        ...
+
+    def is_reasoning(self, prompt: Sequence[int], /) -> bool:
+        """Whether a chat's prompt ends inside reasoning."""
+        ...
+
+    def reading(
+        self,
+        prompt: Sequence[int],
+        texts: Mapping[str, Sequence[str]] | None,
+        /,
+        *,
+        is_free: bool,
+    ) -> Reading | None:
+        """How answers to a chat are read."""
         ...
 
     def control_token(self, name: str, /) -> int | None:
@@ -108,6 +124,8 @@ class SpooledRequest:
     pml: str | None = None
     isolation: str = "anchored"
     has_tools: bool = False
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    is_free: bool = True
     completions: Sequence[Sequence[int]] = ()
     whole: bool = False
 

@@ -15,6 +15,7 @@ from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
+    from onestem.openai.forms import AnswerReader
     from onestem.request import Answer, SamplingParams
 
 __all__ = ["Conversation", "chat"]
@@ -114,19 +115,36 @@ class Conversation:
         Raises:
             RequestError: the message is not answered, and is not part of the conversation.
         """
+        from onestem.openai.forms import ReadAnswer
+
         asked = [*self.messages, {"role": "user", "content": text}]
-        said, began = "", time.monotonic()
+        said, began = ReadAnswer(), time.monotonic()
+        reader: AnswerReader | None = None
         stream = self._llm.stream_chat(asked, self._params, output_kind="delta")
         try:
             for self._last in stream:
-                said += self._last.outputs[0].text
-                write(self._last.outputs[0].text)
+                reader = reader or self._reader(self._last)
+                events = reader.feed(self._last.outputs[0].text)
+                for event in (*events, *(reader.finish() if self._last.finished else ())):
+                    gap = "\n\n" if event.text and said.reasoning and not said.text else ""
+                    said.add(event)
+                    write(gap + event.reasoning + event.text)
         except KeyboardInterrupt:
             write(" [ended]")
         finally:
             stream.close()
         self._seconds = time.monotonic() - began
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+        message = {"role": "assistant", "content": said.text}
+        thought = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        self.messages = [*asked, message | thought]
+
+    def _reader(self, answer: Answer) -> AnswerReader:
+        """Tells an answer's reasoning from its text."""
+        from onestem.openai.forms import GENERIC, AnswerReader, Reading
+
+        assert self._llm.tokenizer is not None
+        found = self._llm.tokenizer.reading(answer.prompt_token_ids, None)
+        return AnswerReader(found or Reading(form=GENERIC, calls=False))
 
     def stats(self) -> str:
         """What the last answer cost."""

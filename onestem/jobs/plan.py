@@ -151,7 +151,7 @@ def _write_spool(
     path = find_model(options.model)
     config = ModelConfig.from_directory(path)
     target = Target.of(options, config, predicts=predicts)
-    tokenizer = Tokenizer.from_directory(path)
+    tokenizer = Tokenizer.from_directory(path, options.template_text)
     most = model_len(config.max_position_embeddings, target.kv_tokens, options.max_model_len)
     library = None
     if tokenizer is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
+from onestem.openai.forms import CheckSchema, Form, Tools, held_to
 from onestem.openai.schema import (
     FIELDS,
     MAX_PROMPTS,
@@ -24,7 +26,6 @@ from onestem.openai.schema import (
     ScoreBody,
     ToolChoice,
 )
-from onestem.openai.tools import CheckSchema, ToolForm, Tools
 from onestem.openai.write import Dialect
 from onestem.rawtext import RawText, Span
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
@@ -37,12 +38,14 @@ __all__ = [
     "JsonError",
     "Prompt",
     "calls_fields",
+    "is_free",
     "read_body",
     "read_chat",
     "read_conversation",
     "read_line_body",
     "read_object",
     "read_prefix",
+    "reasoning_fields",
     "unknown_model",
 ]
 
@@ -115,6 +118,7 @@ class ChatTemplate:
     fields: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    without_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ class Asked:
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
+        is_free: whether the body asks for no format of its answers.
         dialect: how its answer is written; None: as OpenAI's.
     """
 
@@ -175,7 +180,13 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
+    is_free: bool = True
     dialect: Dialect | None = None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether it is answered through the chat template."""
+        return self.kind == "chat" and self.prompts[0].messages is not None
 
     def quoting(self, quoted: Mapping[str, Sequence[tuple[Span, ...]]]) -> Asked:
         """The body of a line with some parts of its texts quoted: those of each text of a field, by
@@ -197,52 +208,76 @@ class Asked:
 
     def held(
         self,
-        form: ToolForm | None,
+        form: Form | None,
         token_of: Callable[[str], int | None],
         check_schema: CheckSchema,
+        *,
+        opened: Callable[[], bool] = lambda: False,
     ) -> Asked:
-        """The body with calls of tools held to their schemas.
+        """The body with calls of tools held to their schemas, and the marks of reasoning in its
+        answers' texts.
 
         Args:
-            form: how the model writes calls.
+            form: how the model writes calls and reasoning.
             token_of: the id of a control token; None for other texts.
             check_schema: the grammar compiler's check.
+            opened: whether the prompt ends inside reasoning.
 
         Raises:
             RequestError: calls cannot be held to their schemas.
         """
-        if self.tools is None:
-            return self
-        if self.tools.mode == "none":
-            return replace(self, tools=None)
-        held = calls_fields(self.tools, self.params, form, token_of, check_schema)
+        tools = None if self.tools is None or self.tools.mode == "none" else self.tools
+        if tools is None:
+            held = reasoning_fields(self.sampling, form, token_of) if self.has_messages else {}
+        else:
+            held = calls_fields(tools, self.params, form, token_of, check_schema, opened)
+        if not held:
+            return self if tools is self.tools else replace(self, tools=tools)
         sampling = {
             name: value for name, value in self.sampling.items() if name != "structured_outputs"
         }
         sampling |= held
-        return replace(self, sampling=sampling, params=check(SamplingParams, sampling))
+        return replace(self, sampling=sampling, params=check(SamplingParams, sampling), tools=tools)
+
+
+def is_free(params: SamplingParams) -> bool:
+    """Whether an answer may be any text."""
+    given = params.response_format
+    return (given is None or given["type"] == "text") and params.choices is None
+
+
+def reasoning_fields(
+    sampling: Mapping[str, Any], form: Form | None, token_of: Callable[[str], int | None]
+) -> dict[str, Any]:
+    """The sampling fields that leave the marks of reasoning in an answer's text, where they are
+    control tokens; `form` and `token_of` as for `Asked.held`."""
+    if form is None or "skip_special_tokens" in sampling:
+        return {}
+    is_marked = any(token_of(mark) is not None for mark in form.reasoning_marks)
+    return {"skip_special_tokens": False} if is_marked else {}
 
 
 def calls_fields(
     tools: Tools,
     params: SamplingParams,
-    form: ToolForm | None,
+    form: Form | None,
     token_of: Callable[[str], int | None],
     check_schema: CheckSchema,
+    opened: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """The sampling fields that hold an answer's calls to their schemas; `form`, `token_of` and
-    `check_schema` as for `Asked.held`."""
+    """The sampling fields that hold an answer's calls to their schemas; other arguments are those
+    of `Asked.held`."""
     if form is None:
         raise RequestError(
-            "tools: the model's chat template has no tools, or writes calls in a form that is not "
-            "known here (known are Qwen's and Hermes', Llama 3's and Mistral's): set tool_choice "
-            "to none, and calls are free text"
+            "tools: the model's chat template has no tools, for the model has none: give it one "
+            "(--chat-template)"
         )
     if params.choices is not None:
         raise RequestError("choices and tools: give one of them")
-    held = form.held_to(tools, params.response_format, token_of, check_schema)
+    is_opened = form.reasoning is not None and opened()
+    held = held_to(form, tools, params.response_format, token_of, check_schema, opened=is_opened)
     fields: dict[str, Any] = {"response_format": held}
-    if any(token_of(mark) is not None for mark in form.marks):
+    if any(token_of(mark) is not None for mark in (*form.marks, *form.reasoning_marks)):
         fields["skip_special_tokens"] = False  # no others are sampled
     return fields
 
@@ -293,6 +328,7 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         timeout=fields.timeout,
         tools=_tools(fields) if isinstance(fields, ChatFields) else None,
         echo=echo,
+        is_free=is_free(params),
     )
     if fields.stream_options is not None and not asked.stream:
         raise RequestError("stream_options needs stream: true")
@@ -372,7 +408,7 @@ def _chat_length(sampling: Mapping[str, Any], fields: ChatFields) -> Any:
 def _chat_logprobs(fields: ChatFields) -> int | None:
     if fields.logprobs:
         return fields.top_logprobs or 0
-    if fields.top_logprobs is not None:
+    if fields.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true")
     return None
 
@@ -432,9 +468,7 @@ def _tools(fields: ChatFields) -> Tools | None:
 def read_conversation(fields: Conversation) -> Prompt:
     """The prompt of a conversation; `fields` must have messages."""
     assert fields.messages is not None
-    return Prompt(
-        messages=[_plain(message) for message in fields.messages], template=_template(fields)
-    )
+    return Prompt(messages=_conversation(fields.messages), template=_template(fields))
 
 
 def read_chat(fields: Mapping[str, Any]) -> tuple[Prompt, Tools | None]:
@@ -465,7 +499,10 @@ def _template(fields: Conversation) -> ChatTemplate:
     goes_on = bool(fields.continue_final_message)
     begins = not goes_on if fields.add_generation_prompt is None else fields.add_generation_prompt
     return ChatTemplate(
-        fields=variables, add_generation_prompt=begins, continue_final_message=goes_on
+        fields=variables,
+        add_generation_prompt=begins,
+        continue_final_message=goes_on,
+        without_calls=getattr(fields, "tool_choice", None) == "none",
     )
 
 
@@ -506,14 +543,39 @@ def _prompts(fields: Any) -> list[Prompt]:
 _PLAIN = {"name", "tool_call_id", "reasoning_content", "tool_calls"}  # beside role and content
 
 
+def _conversation(messages: Sequence[Message]) -> list[JsonObject]:
+    """The messages as a chat template reads them. Calls without an id get one, and results without
+    one belong to the calls before them, in their order."""
+    plain, waiting = [_plain(message) for message in messages], deque[str]()
+    for place, message in enumerate(plain):
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call.setdefault("id", f"{place:05}{index:04}")  # of nine signs, as Mistral wants it
+            waiting.append(call["id"])
+        if message["role"] != "tool":
+            continue
+        if "tool_call_id" in message:
+            if message["tool_call_id"] in waiting:
+                waiting.remove(message["tool_call_id"])
+        elif not waiting:
+            raise RequestError(
+                f"messages[{place}]: role tool has no tool_call_id, and no call before it is "
+                "without a result: say which call it answers"
+            )
+        else:
+            message["tool_call_id"] = waiting.popleft()
+    return plain
+
+
 def _plain(message: Message) -> JsonObject:
-    """A message as a chat template reads it: its content as one text, a line for each part, and
-    calls with their arguments as objects."""
+    """A message with its content as one text, a line for each part, and calls with their arguments
+    as objects."""
     content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
     plain: JsonObject = {"role": message.role, "content": content}
     plain |= message.model_dump(include=_PLAIN, exclude_none=True)
+    if message.reasoning and not message.reasoning_content:
+        plain["reasoning_content"] = message.reasoning
     calls = plain.pop("tool_calls", ())
     for call in calls:
         call.pop("index", None)
@@ -523,9 +585,11 @@ def _plain(message: Message) -> JsonObject:
     return plain
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str | JsonObject) -> Any:
     """The arguments of a call that is sent back, as an object for templates. What is not JSON, or
     was cut, stays text, as with OpenAI."""
+    if not isinstance(text, str):
+        return text
     try:
         value = read_json(text or "{}")
     except (ValueError, RecursionError):
@@ -588,6 +652,6 @@ def read_prefix(body: Mapping[str, Any]) -> JsonObject:
     if fields.text is None and fields.parse_special:
         raise RequestError(f"parse_special and {next(iter(given))}: it is for a prefix of text")
     if fields.messages is not None:
-        return {"messages": [_plain(message) for message in fields.messages]}
+        return {"messages": _conversation(fields.messages)}
     is_quoted = fields.text is not None and fields.parse_special is False
     return {**given, "parse_special": False} if is_quoted else given

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from onestem import beside_vllm
-from onestem.checked import EXPECTED, Object, check_content, show
+from onestem.checked import EXPECTED, Object, check_content, show, without_nulls
 from onestem.errors import RequestError
 from onestem.request import SamplingParams, Text, TokenId
 
@@ -87,28 +87,40 @@ _OneOrMore = Annotated[Any, _shown(str | _Texts | TokenIds | _Lists | None)]
 _Completions = Annotated[Any, _shown(_Texts | _Lists | _Several | None)]
 
 
-class TextPart(Object):
+class _Sent(Object):
+    """What clients send as they have dumped it: null in any field means that it is not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return without_nulls(value) if isinstance(value, Mapping) else value
+
+
+class TextPart(_Sent):
     type: Literal["text"]
     text: str
 
+    cache_control: dict[str, Any] | None = None
+    """A label: what prompts have in common is kept in any case."""
 
-class CalledFunction(Object):
+
+class CalledFunction(_Sent):
     name: Text
 
-    arguments: str
-    """A JSON object as text; a call that was cut may have a part of one."""
+    arguments: str | dict[str, Any] = "{}"
+    """A JSON object, also as text; a call that was cut may have a part of one."""
 
 
-class ToolCall(Object):
-    """A call that an assistant has made."""
+class ToolCall(_Sent):
+    """A call that an assistant has made. Without an id, results belong to calls in their order."""
 
-    id: Text
+    id: Text | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
 
-class Message(Object):
+class Message(_Sent):
     """A turn of a conversation. An assistant's may be sent back as the client has dumped it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -119,6 +131,10 @@ class Message(Object):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -126,16 +142,13 @@ class Message(Object):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            field = "tool_calls" if self.tool_calls else "reasoning_content"
-            raise RequestError(f"{field} of role {self.role}, expected of role assistant")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise RequestError(
-                "role tool has no tool_call_id: say which call it answers"
-                if self.role == "tool"
-                else f"tool_call_id of role {self.role}, expected of role tool"
-            )
-        if self.content is None and not self.tool_calls:
+        for field in ("tool_calls", "reasoning_content", "reasoning"):
+            if self.role != "assistant" and getattr(self, field):
+                raise RequestError(f"{field} of role {self.role}, expected of role assistant")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise RequestError(f"tool_call_id of role {self.role}, expected of role tool")
+        has_more = self.tool_calls or self.reasoning_content or self.reasoning
+        if self.content is None and not has_more and self.role != "tool":
             raise RequestError("content is missing, expected text or a list of text parts")
         return self
 
@@ -149,7 +162,7 @@ ToolName = Annotated[
 ]
 
 
-class Function(Object):
+class Function(_Sent):
     name: ToolName
     description: str | None = None
 
@@ -167,28 +180,29 @@ class Function(Object):
         return {"type": "object", **schema} if schema else None
 
 
-class Tool(Object):
+class Tool(_Sent):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
 
 
-class FunctionName(Object):
+class FunctionName(_Sent):
     name: str
 
 
-class NamedTool(Object):
+class NamedTool(_Sent):
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(Object):
+class AllowedTools(_Sent):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class ToolChoice(Object):
+class ToolChoice(_Sent):
     """A function that must be called, or those that may be called."""
 
     type: Literal["function", "allowed_tools"]
@@ -233,10 +247,10 @@ class Conversation(Object):
         tools = self.tools or []
         if len({tool.function.name for tool in tools}) < len(tools):
             raise RequestError("tools has two functions of one name")
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+        return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
 
 
-class StreamOptions(Object):
+class StreamOptions(_Sent):
     include_usage: bool | None = None
     """End the stream with a chunk that has the whole answer's `usage`."""
 

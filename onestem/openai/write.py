@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from onestem.openai.forms import AnswerReader, ReadAnswer, Reading
 from onestem.openai.schema import Kind
-from onestem.openai.tools import CallParser, Calls, ToolForm
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 from onestem.scores import PathScores, Score, ScoreTask
 from onestem.utf8 import Places, decoded, last_bytes
@@ -40,10 +40,10 @@ class ResponseFormat:
     """How a result is written: what its request asked for besides the text.
 
     `token_bytes` is None where there is no tokenizer; tokens are then called `token_id:<id>`.
-    `first_token_bytes`: of one that begins a text, if it differs. `tools` is the form of calls in
-    the text; None: it has none. `special_ids` are left out of it if `skips_special`. Where the
-    prompt precedes the answer, `echo_offsets` are the places of its tokens in its text, and
-    `echoed_characters` is the length of that.
+    `first_token_bytes`: of one that begins a text, if it differs. `reading`: how calls and
+    reasoning are read in the text; None: it has none. `special_ids` are left out of it if
+    `skips_special`. Where the prompt precedes the answer, `echo_offsets` are the places of its
+    tokens in its text, and `echoed_characters` is the length of that.
     """
 
     kind: Kind
@@ -52,7 +52,7 @@ class ResponseFormat:
     return_token_ids: bool
     token_bytes: TokenBytes
     first_token_bytes: TokenBytes = None
-    tools: ToolForm | None = None
+    reading: Reading | None = None
     special_ids: Collection[int] = frozenset()
     skips_special: bool = True
     echo_offsets: Sequence[int] = ()
@@ -149,7 +149,7 @@ def _choice(
     logprobs: dict[str, Any] | None = None
     if form.kind == "chat":
         logprobs = _chat_logprobs(sequence, form)
-        said = message_of(name, sequence, form.tools)
+        said = message_of(name, sequence, form.reading)
     else:
         if form.logprobs is not None:  # else nobody asks where tokens begin
             offsets = _TextOffsets(form, output.prompt_token_ids)
@@ -203,24 +203,32 @@ def _score(score: Score) -> dict[str, Any]:
     }
 
 
-def message_of(name: str, sequence: CompletionOutput, form: ToolForm | None) -> dict[str, Any]:
+def message_of(name: str, sequence: CompletionOutput, reading: Reading | None) -> dict[str, Any]:
     """The answer as a message; one with tool calls has its finish reason too. `name`: the
     request's."""
     message: dict[str, Any] = {"role": "assistant", "content": sequence.text}
-    if form is None:
+    if reading is None:
         return {"message": message}
-    found = Calls.of(sequence.text, form)
+    found = ReadAnswer.of(sequence.text, reading)
     message["content"] = found.text or (None if found.calls else "")
+    if found.reasoning:
+        message |= _thought(found.reasoning)
     if not found.calls:
         return {"message": message}
+    form = reading.form
     message["tool_calls"] = [
-        _call(form.call_id(name, sequence.index, index), called, arguments)
-        for index, (called, arguments) in enumerate(found.calls)
+        _call(own or form.call_id(name, sequence.index, index), called, arguments)
+        for index, ((called, arguments), own) in enumerate(zip(found.calls, found.ids, strict=True))
     ]
     ended: str | None = sequence.finish_reason
     if ended == "stop" and not found.is_cut:
         ended = "tool_calls"
     return {"message": message, "finish_reason": ended}
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Reasoning, by both of the names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -360,6 +368,19 @@ def _prompt_logprobs(
     ]
 
 
+@dataclass(slots=True)
+class _Said:
+    """What is new in an answer; `calls` as JSON."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: str = ""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+
 class Chunks:
     """Writes the events of one call's stream.
 
@@ -389,10 +410,11 @@ class Chunks:
         self._prompts = prompts
         self._n = n
         self._name = name
-        self._parsers: dict[int, CallParser] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._offsets: dict[int, _TextOffsets] = {}
         self._begun: set[int] = set()
-        self._around: tuple[str, str] | None = None  # the text in the event of a token
+        # What is around the text, or the reasoning, in the event of a token.
+        self._around: list[list[str] | None] = [None, None]
         self._is_chat = form.kind == "chat"
         head = {
             "id": name,
@@ -412,38 +434,53 @@ class Chunks:
         return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
 
     def token(self, token_id: int, text: str) -> bytes:
-        """The event of one further token of a call's only sequence, without tool calls. Only its
-        text is formatted. Empty: there is nothing to show."""
+        """The event of one further token of a call's only sequence. Only what it says is formatted,
+        where that is text or reasoning. Empty: there is nothing to show."""
+        reading = self._form.reading
         if self._form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
-        if not text:
+        said = _Said(text)
+        if reading is not None:
+            said = self._read(reading, 0, text, False)
+        if said.calls or (said.text and said.reasoning):
+            return self._written(0, CompletionOutput(index=0, text="", token_ids=[]), said).encode()
+        told = said.text or said.reasoning
+        if not told:
             return b""
-        if self._around is None:
+        around = self._around[not said.text]
+        if around is None:
             mark = "\0"
-            whole = self._event(0, CompletionOutput(index=0, text=mark, token_ids=[0]))
-            before, _, after = whole.rpartition(_json(mark))
-            self._around = before, after
-        before, after = self._around
-        return f"{before}{_json(text)}{after}".encode()
+            empty = CompletionOutput(index=0, text="", token_ids=[0])
+            like = _Said(mark) if said.text else _Said(reasoning=mark)
+            around = self._around[not said.text] = self._written(0, empty, like).split(_json(mark))
+        return _json(told).join(around).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event, with the usage, if it was asked for."""
         return f'{self._head}],"usage":{_json(usage)}}}\n\n'.encode()
 
     def _event(self, part: int, piece: CompletionOutput) -> str:
+        reading, said = self._form.reading, _Said(piece.text)
+        if reading is not None:
+            index = part * self._n + piece.index
+            said = self._read(reading, index, piece.text, bool(piece.finish_reason))
+        return self._written(part, piece, said)
+
+    def _written(self, part: int, piece: CompletionOutput, said: _Said) -> str:
+        """The event of a piece, of which `said` is what was read; "": there is nothing to show."""
         index = part * self._n + piece.index
         first = index not in self._begun
         form = self._form
-        calls = ""
-        if form.tools is not None:
-            piece, calls = self._with_calls(piece, index, form.tools)
-        silent = not piece.text and form.logprobs is None and not form.return_token_ids
-        if silent and not calls and not first and not piece.finish_reason:
+        silent = not said.any and form.logprobs is None and not form.return_token_ids
+        if silent and not first and not piece.finish_reason:
             return ""
         self._begun.add(index)
-        news = self._chat(piece, first, calls) if self._is_chat else self._completion(piece, index)
+        if self._is_chat:
+            news = self._chat(piece, first, said)
+        else:
+            news = self._completion(piece, index, said.text)
         ended: str | None = piece.finish_reason
-        if ended == "stop" and form.tools is not None and self._parsers[index].has_called:
+        if ended == "stop" and form.reading is not None and self._readers[index].has_called:
             ended = "tool_calls"
         reason = f'"{ended}"' if ended else "null"
         choice = f'"choice":{piece.choice},' if piece.choice is not None else ""
@@ -457,43 +494,50 @@ class Chunks:
             f"{of_chat}{self._end}"
         )
 
-    def _with_calls(
-        self, piece: CompletionOutput, index: int, form: ToolForm
-    ) -> tuple[CompletionOutput, str]:
-        """A piece with the text outside calls, and what is new in calls as JSON."""
-        parser = self._parsers.setdefault(index, CallParser(form))
-        events = parser.feed(piece.text)
-        if piece.finish_reason:
-            events += parser.finish()
+    def _read(self, reading: Reading, index: int, text: str, is_last: bool) -> _Said:
+        """What is new in a sequence's answer."""
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = AnswerReader(reading)
+        if reader.is_plain and not is_last:
+            return _Said(text)
+        said = _Said()
         calls: dict[int, dict[str, Any]] = {}
-        for event in events:
+        for event in (*reader.feed(text), *(reader.finish() if is_last else ())):
             if event.name:
-                name = form.call_id(self._name, index, event.index)
+                name = event.id or reading.form.call_id(self._name, index, event.index)
                 calls[event.index] = {"index": event.index} | _call(name, event.name, "")
             elif event.arguments:
                 call = calls.setdefault(
                     event.index, {"index": event.index, "function": {"arguments": ""}}
                 )
                 call["function"]["arguments"] += event.arguments
-        told = replace(piece, text="".join(event.text for event in events))
-        return told, _json(list(calls.values())) if calls else ""
+            said.text += event.text
+            said.reasoning += event.reasoning
+        said.calls = _json(list(calls.values())) if calls else ""
+        return said
 
-    def _chat(self, piece: CompletionOutput, first: bool, calls: str) -> str:
-        role = '"role":"assistant",' if first else ""
-        text = f'"content":{_json(piece.text)}' if piece.text or (first and not calls) else ""
-        if calls:
-            content = text or '"content":null'
-            text = f'{content},"tool_calls":{calls}'
+    def _chat(self, piece: CompletionOutput, first: bool, said: _Said) -> str:
+        fields = ['"role":"assistant"'] if first else []
+        if said.reasoning:
+            thought = _json(said.reasoning)
+            fields.append(f'"reasoning_content":{thought},"reasoning":{thought}')
+        if said.text or (first and not said.calls and not said.reasoning):
+            fields.append(f'"content":{_json(said.text)}')
+        elif said.calls:
+            fields.append('"content":null')
+        if said.calls:
+            fields.append(f'"tool_calls":{said.calls}')
         logprobs = "null"
         if self._form.logprobs is not None:
             logprobs = _json(_chat_logprobs(piece, self._form))
-        return f'"delta":{{{role}{text}}},"logprobs":{logprobs}'
+        return f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs}'
 
-    def _completion(self, piece: CompletionOutput, index: int) -> str:
+    def _completion(self, piece: CompletionOutput, index: int, text: str) -> str:
         logprobs = "null"
         if self._form.logprobs is not None:
             if index not in self._offsets:
                 self._offsets[index] = _TextOffsets(self._form, self._prompts[index // self._n])
             offsets = self._offsets[index]
             logprobs = _json(_completion_logprobs(piece, self._form, offsets))
-        return f'"text":{_json(piece.text)},"logprobs":{logprobs}'
+        return f'"text":{_json(text)},"logprobs":{logprobs}'

@@ -72,7 +72,7 @@ class Replicas:
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)
-        self.tokenizer = Tokenizer.from_directory(self.path)
+        self.tokenizer = Tokenizer.from_directory(self.path, options.template_text)
         check_ranks(options, self.config)
         self._crew = RayCrew(options, num_replicas, address)
         try:

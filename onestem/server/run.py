@@ -134,9 +134,15 @@ async def _start(settings: Settings, signals: _Signals) -> None:
         # One seed for all engines of this server: a request that is sent again is answered alike.
         seed = secrets.randbits(63) if settings.engine.seed is None else settings.engine.seed
         made_up = settings.engine.makes_weights_up
-        engine = settings.engine.replace(model=path, seed=seed, random_weights=made_up)
+        engine = settings.engine.replace(
+            model=path,
+            seed=seed,
+            random_weights=made_up,
+            default_temperature=settings.temperature,
+            default_top_p=settings.top_p,
+        )
         launcher = EngineProcess(engine)
-        tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
+        tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path, engine.template_text)
         if tokenizer is not None and tokenizer.has_chat_template:
             templates.isolate()
         service = Service(settings, path, tokenizer, launcher)

@@ -60,6 +60,12 @@ class Settings(Options):
     state: Path_ | None = None
     """Folder of files, batches and prefixes (default: ~/.local/state/onestem/serve-PORT)."""
 
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """Temperature of requests that have none (default: the model's)."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """top_p of requests that have none (default: the model's)."""
+
     max_queue: int = Field(default=1024, ge=1)
     """Maximum queued requests of a key. More get a 429."""
 

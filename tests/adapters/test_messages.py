@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from onestem.adapters.messages_read import read_count, read_messages
 from onestem.adapters.messages_write import Messages
 from onestem.errors import RequestError
+from onestem.openai.forms import Reading
+from onestem.openai.forms.families import HERMES
 from onestem.openai.read import read_body
-from onestem.openai.tools import HERMES
 from onestem.openai.write import ResponseFormat
 from onestem.request import CompletionOutput
 from tests.adapters.conversations import CHAT, MESSAGES
@@ -143,7 +144,12 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 10},
 }
 FORM = ResponseFormat(
-    kind="chat", model="m", logprobs=None, return_token_ids=False, token_bytes=None, tools=HERMES
+    kind="chat",
+    model="m",
+    logprobs=None,
+    return_token_ids=False,
+    token_bytes=None,
+    reading=Reading(form=HERMES),
 )
 TEXT = (
     'Let me see. <tool_call>\n{"name": "f", "arguments": {"a": "é\\n", "b": [1.5, null]}}\n'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ class FakeTokenizer:
     tool_form = None
 
     def control_token(self, name: str) -> None:
+        return None
+
+    def is_reasoning(self, prompt: Sequence[int]) -> bool:
+        return False
+
+    def reading(self, prompt: Sequence[int], texts: Any, *, is_free: bool) -> None:
         return None
 
 

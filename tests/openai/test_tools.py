@@ -16,9 +16,9 @@ from onestem import LLM, SamplingParams
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.errors import RequestError
-from onestem.openai import tools as forms
+from onestem.openai.forms import AnswerReader, ReadAnswer, Reading, form_of
+from onestem.openai.forms import families as forms
 from onestem.openai.read import read_body
-from onestem.openai.tools import CallParser, Calls, form_of
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.soak import soaked
@@ -42,6 +42,10 @@ USER = [{"role": "user", "content": "What is the weather in Paris?"}]
 def llm():
     with LLM(dtype="float32", kv_memory="64MiB") as made:
         yield made
+
+
+def read(text: str, form: forms.Form) -> ReadAnswer:
+    return ReadAnswer.of(text, Reading(form=form))
 
 
 def ask(llm: LLM, **body: Any):
@@ -99,7 +103,7 @@ TEXTS = [
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
 def test_calls_are_read(form, text, content, calls) -> None:
-    found = Calls.of(text, form)
+    found = read(text, form)
     assert (found.text, found.calls) == (content, calls)
 
 
@@ -107,7 +111,7 @@ def test_calls_are_read(form, text, content, calls) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_pieces_give_what_the_whole_gives(form, text, content, calls, seed) -> None:
     rng = random.Random(seed)
-    parser, events = CallParser(form), []
+    parser, events = AnswerReader(Reading(form=form)), []
     while text:
         size = rng.randint(1, 6 if seed else 1)
         events += parser.feed(text[:size])
@@ -131,7 +135,8 @@ def test_forms_are_told_by_their_templates() -> None:
     assert form_of("{{ tools }} [TOOL_CALLS] [") is forms.MISTRAL
     assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is forms.MISTRAL_ARGS
     assert form_of("{{ messages }} <tool_call>") is None
-    assert form_of("{{ tools }} <tool_call><function=") is None
+    assert form_of("{{ tools }} <tool_call><function=") is forms.QWEN_XML
+    assert form_of("{{ tools }}") is None
 
 
 # --- held to their schemas ---------------------------------------------------------------------
@@ -180,7 +185,7 @@ def test_arguments_fit_random_schemas(llm, count: int) -> None:
     complete = 0
     outputs = ask_all(llm, bodies)
     for (name, schema), output in zip(schemas.items(), outputs, strict=True):
-        found = Calls.of(output.text, llm.tokenizer.tool_form)
+        found = read(output.text, llm.tokenizer.tool_form)
         assert found.text == ""
         ((called, arguments),) = found.calls
         assert called == name
@@ -193,7 +198,7 @@ def test_arguments_fit_random_schemas(llm, count: int) -> None:
 def test_whom_a_choice_lets_call(llm) -> None:
     def called(**body: Any) -> list[str]:
         output = ask(llm, tools=[WEATHER, ADD], **body)
-        return [name for name, _ in Calls.of(output.text, llm.tokenizer.tool_form).calls]
+        return [name for name, _ in read(output.text, llm.tokenizer.tool_form).calls]
 
     assert called(tool_choice={"type": "function", "function": {"name": "add"}}) == ["add"]
     few = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}
@@ -215,7 +220,7 @@ def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
     )  # fmt: skip
     held = asked.held(form, lambda name: None, check_schema)
     output = llm.generate("x", held.params)[0].outputs[0]
-    found = Calls.of(output.text, form)
+    found = read(output.text, form)
     assert found.text == ""
     assert found.calls
     assert {name for name, _ in found.calls} <= {"get_weather", "add"}
@@ -244,7 +249,7 @@ def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
             continue
         calls = [
             {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in Calls.of(output.text, llm.tokenizer.tool_form).calls
+            for name, arguments in read(output.text, llm.tokenizer.tool_form).calls
         ]
         sent = read_body("chat", {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]})
         rendered = llm.tokenizer.render_chat(sent.prompts[0].messages, False)
@@ -327,7 +332,7 @@ def test_an_answer_beside_tools_has_its_format(llm) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     bodies = [{"tools": [WEATHER], "response_format": wanted, "seed": seed} for seed in range(8)]
     for output in ask_all(llm, bodies):
-        found = Calls.of(output.text, llm.tokenizer.tool_form)
+        found = read(output.text, llm.tokenizer.tool_form)
         if output.finish_reason == "stop" and not found.calls:
             assert json.loads(output.text) in ({"b": "x"}, {"b": "y"})
         assert found.calls == [] or found.text == ""
@@ -335,8 +340,8 @@ def test_an_answer_beside_tools_has_its_format(llm) -> None:
 
 def test_a_call_that_a_stop_string_cuts_is_open() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"u":"'
-    assert Calls.of(text, forms.HERMES).is_cut
-    assert not Calls.of(text + '"}}\n</tool_call>', forms.HERMES).is_cut
+    assert read(text, forms.HERMES).is_cut
+    assert not read(text + '"}}\n</tool_call>', forms.HERMES).is_cut
 
 
 def test_plain_json_is_no_call_of_llama(llm) -> None:
@@ -378,7 +383,7 @@ def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
     body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "auto" if free else "required"}
     held = read_body("chat", body).held(form, tokenizer.control_token, check_schema)
     state = marked.engine.requests.grammars.compile(held.params.response_format)
-    own = set(map(tokenizer.control_token, (*form.marks, form.silent_mark)))
+    own = set(map(tokenizer.control_token, (*form.marks, form.silent)))
     never = tokenizer.special_ids - own - {tokenizer.eos_token_id}
     ids = []
     for part in (free, *call):
@@ -388,15 +393,15 @@ def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
             allowed = {t for t in range(tokenizer.vocab_size) if words[t // 32] >> (t % 32) & 1}
             assert token in allowed
             assert not allowed & never
-            if mark is None and part != free and not (free and form.silent_mark):
+            if mark is None and part != free and not (free and form.silent):
                 assert not allowed & own
             state.accept(token)
             ids.append(token)
     detokenizer = IncrementalDetokenizer(tokenizer, held.params)
     pieces = [*map(detokenizer.append, ids), detokenizer.finish()]
-    whole = Calls.of("".join(pieces), form)
+    whole = read("".join(pieces), form)
     assert (whole.text, whole.calls) == (free, [("f", '{"city": "Rome"}')])
-    parser = CallParser(form)
+    parser = AnswerReader(Reading(form=form))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     assert "".join(event.text for event in events) == free
     assert "".join(event.arguments for event in events) == '{"city": "Rome"}'
@@ -410,7 +415,7 @@ def test_a_model_calls_with_control_tokens(marked, form) -> None:
     params = [held.params.replace(seed=seed) for seed in range(4)]
     for output in marked.generate(["x"] * 4, params):
         assert output.outputs[0].finish_reason == "stop"
-        found = Calls.of(output.outputs[0].text, form)
+        found = read(output.outputs[0].text, form)
         ((name, arguments),) = found.calls
         assert (found.text, name) == ("", "f")
         assert json.loads(arguments)["city"] in ("Paris", "Rome")
@@ -489,7 +494,7 @@ def test_chat_holds_calls_and_gives_the_message(llm) -> None:
             message = llm.assistant_message(one, index)
             assert message["content"] is None
             calls = [call["function"] for call in message["tool_calls"]]
-            found = Calls.of(output.text, llm.tokenizer.tool_form).calls
+            found = read(output.text, llm.tokenizer.tool_form).calls
             assert [(call["name"], call["arguments"]) for call in calls] == found
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": "3"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
-from onestem.openai.tools import ToolForm
+from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
 
 __all__ = ["BoundedTokenizer", "check_markup"]
@@ -83,9 +83,23 @@ class BoundedTokenizer:
         return self._tokenizer.special_ids
 
     @property
-    def tool_form(self) -> ToolForm | None:
-        """How the model writes calls of tools; None: its template does not say it."""
+    def tool_form(self) -> Form | None:
+        """See `Tokenizer.tool_form`."""
         return self._tokenizer.tool_form
+
+    def is_reasoning(self, prompt: Sequence[int]) -> bool:
+        """See `Tokenizer.is_reasoning`."""
+        return self._tokenizer.is_reasoning(prompt)
+
+    def reading(
+        self,
+        prompt: Sequence[int],
+        texts: Mapping[str, Sequence[str]] | None,
+        *,
+        is_free: bool = True,
+    ) -> Reading | None:
+        """See `Tokenizer.reading`."""
+        return self._tokenizer.reading(prompt, texts, is_free=is_free)
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from onestem.engine.text.templates import render
 from onestem.errors import RequestError
-from onestem.openai.tools import ToolForm, form_of
+from onestem.openai.forms import Form, described
+from onestem.openai.forms.history import Habits, found_out, needs_habits, told, written
 
 __all__ = ["ChatTemplate"]
 
@@ -42,9 +43,26 @@ class ChatTemplate:
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     @cached_property
-    def tool_form(self) -> ToolForm | None:
-        """How the model writes calls of tools; None: its template does not say it."""
-        return form_of(self._source)
+    def _described(self) -> tuple[Form, bool]:
+        """The model's form, and whether the template has it."""
+        return described(self._source)
+
+    @property
+    def form(self) -> Form | None:
+        """How the model writes calls of tools and reasoning; None: there is no template."""
+        return self._described[0] if self else None
+
+    @cached_property
+    def _habits(self) -> Habits:
+        """What the template writes of what it is given."""
+
+        def attempt(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> str:
+            try:
+                return self._rendered(messages, fields, True, False)
+            except RequestError:
+                return ""
+
+        return found_out(attempt, *self._described)
 
     def plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
@@ -73,9 +91,8 @@ class ChatTemplate:
                 f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template: leave "
                 "it out"
             )
-        for name in ("tools", "reasoning_effort"):
-            if name in fields and name not in self._source:
-                raise RequestError(f"{name}: the model's chat template does not know it")
+        if "reasoning_effort" in fields and "reasoning_effort" not in self._source:
+            raise RequestError("reasoning_effort: the model's chat template does not know it")
         return fields
 
     def render(
@@ -85,8 +102,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        without_calls: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation. What the template leaves out of tools, calls, their results
+        and reasoning is written in its messages.
+
+        Args:
+            without_calls: answers have no calls, so that a template without tools tells of none.
 
         Raises:
             RequestError: no template, or it refuses.
@@ -103,6 +125,24 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message are both set: an answer either "
                 "begins or goes on, so set one of them"
             )
+        tools = fields.get("tools")
+        if needs_habits(messages, tools):
+            form, habits = self._described[0], self._habits
+            if tools and not habits.tools:
+                fields = {name: value for name, value in fields.items() if name != "tools"}
+                if not without_calls:
+                    messages = told(messages, tools, form, habits)
+            messages = written(messages, form, habits)
+        return self._rendered(messages, fields, add_generation_prompt, continue_final_message)
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        fields: Mapping[str, Any],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
+        """What the template writes."""
         try:
             template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
         except ValueError as error:  # several, and none for this

@@ -33,7 +33,7 @@ from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedE
 from onestem.models.fields import read_json
 from onestem.models.gguf.file import open_gguf
 from onestem.native import is_panic
-from onestem.openai.tools import ToolForm
+from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
 
 __all__ = ["Tokenizer", "read_hugging_face"]
@@ -49,6 +49,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _RENDERED = "the rendered chat"  # in errors
+MARK_TOKENS = 16  # at a prompt's end, in which a mark of reasoning is looked for
 PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
 
 
@@ -93,8 +94,11 @@ class Tokenizer(Vocabulary):
         self._lock = threading.Lock()
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer | None:
+    def from_directory(cls, path: str | Path, template: str | None = None) -> Tokenizer | None:
         """The tokenizer of a model directory or of a GGUF file; None where it has none.
+
+        Args:
+            template: a chat template in place of its own.
 
         Raises:
             ConfigError: its files cannot be read.
@@ -103,6 +107,8 @@ class Tokenizer(Vocabulary):
         directory = Path(path)
         try:
             loaded = read_hugging_face(directory)
+            if loaded is not None and template is not None:
+                loaded.chat_template = template
             return None if loaded is None else cls(loaded)
         except OnestemError:
             raise
@@ -234,9 +240,38 @@ class Tokenizer(Vocabulary):
         return bool(self._chat)
 
     @property
-    def tool_form(self) -> ToolForm | None:
-        """How the model writes calls of tools; None: its template does not say it."""
-        return self._chat.tool_form
+    def tool_form(self) -> Form | None:
+        """How the model writes calls of tools and reasoning; None: it has no chat template."""
+        return self._chat.form
+
+    def is_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside reasoning: its template has opened it."""
+        form = self._chat.form
+        if form is None or form.reasoning is None:
+            return False
+        end = self.decode(list(prompt[-MARK_TOKENS:]), skip_special_tokens=False)
+        return end.rstrip().endswith(form.reasoning.open)
+
+    def reading(
+        self,
+        prompt: Sequence[int],
+        texts: Mapping[str, Sequence[str]] | None,
+        *,
+        is_free: bool = True,
+    ) -> Reading | None:
+        """How the answers to a chat are read; None: they are text as they are.
+
+        Args:
+            prompt: its token ids.
+            texts: as of `Reading`; None: answers have no calls.
+            is_free: whether an answer goes on where the prompt ends. (A format that it must have
+                begins there, reasoning or not.)
+        """
+        form = self._chat.form
+        if form is None or (texts is None and not form.has_reasoning):
+            return None
+        opened = is_free and self.is_reasoning(prompt)
+        return Reading(form=form, calls=texts is not None, texts=texts or {}, opened=opened)
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""
@@ -252,6 +287,7 @@ class Tokenizer(Vocabulary):
         add_generation_prompt: bool = True,
         *,
         continue_final_message: bool = False,
+        without_calls: bool = False,
         fields: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
@@ -261,6 +297,7 @@ class Tokenizer(Vocabulary):
             messages: as `onestem.openai.read` makes them; contents are texts.
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end inside the last message, which the answer goes on from.
+            without_calls: answers have no calls; a template without tools tells of none then.
             fields: further variables of the template (vLLM's `chat_template_kwargs`).
             max_tokens: refuse what has more for certain, before it is tokenised.
 
@@ -279,6 +316,7 @@ class Tokenizer(Vocabulary):
             self._chat.render,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            without_calls=without_calls,
         )
         if not self._names.are_mentioned([plain, fields]):
             rendered = render(plain, fields)

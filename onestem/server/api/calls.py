@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from onestem.openai.forms import Reading
 from onestem.openai.read import Echo
-from onestem.openai.tools import ToolForm
 from onestem.openai.write import Dialect
 from onestem.scores import ScoreTask
 from onestem.server.errors import TOO_LATE, ApiError, too_late
@@ -31,7 +31,7 @@ class Call(CallRecord):
         tasks: what each of them scores; none where answers are sampled.
         chunk_size: of its stream's chunks after the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
-        tools: the form of its tool calls; None: it has none.
+        reading: how its answers are read; None: they are text as they are.
         dialect: how its answer is written; None: as OpenAI's.
         is_kept: whether what is computed of its prompts is kept for later ones.
         seconds: its time limit.
@@ -42,7 +42,7 @@ class Call(CallRecord):
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
-    tools: ToolForm | None = None
+    reading: Reading | None = None
     dialect: Dialect | None = None
     is_kept: bool = True
     echo: Echo | None = None

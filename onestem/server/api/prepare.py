@@ -18,6 +18,7 @@ from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
+from onestem.openai.forms import Reading
 from onestem.openai.read import Asked, JsonObject, Prompt, read_object
 from onestem.openai.schema import Kind
 from onestem.request import Request
@@ -29,6 +30,7 @@ from onestem.server.errors import NoAnswerError, too_late
 from onestem.server.link.client import ANSWER_SECONDS, EngineClient
 from onestem.server.objects.prefixes import Prefix, messages_of
 from onestem.server.objects.tenants import APP_OWNER, Tenant
+from onestem.server.served_model import ServedModel
 from onestem.server.service import Service
 
 __all__ = ["QUICK_TOKENS", "prepare", "read_json"]
@@ -75,10 +77,8 @@ async def prepare(
         asked = await model.parsed(raw, lambda data: read(_noted(http, data)))
         model.check_name(asked.model)
         service.client.supervisor.check_up()
-        if model.bounded_tokenizer is not None and asked.tools is not None:
-            tokenizer = model.bounded_tokenizer
-            form, token_of = tokenizer.tool_form, tokenizer.control_token
-            asked = await model.in_thread(asked.held, form, token_of, check_schema)
+        if model.bounded_tokenizer is not None and asked.has_messages:
+            asked = await _held(model, model.bounded_tokenizer, asked)
         call = await _call(service, asked, tenant, arrived)
         del asked, raw
     first = call.requests[0]
@@ -87,6 +87,17 @@ async def prepare(
     if first.pml is not None:
         service.schemas.prefetch(tenant, first.pml, first.module_salt)
     return call
+
+
+async def _held(model: ServedModel, tokenizer: BoundedTokenizer, asked: Asked) -> Asked:
+    """A chat in the model's form; in a thread where it has tools."""
+    form, token_of = tokenizer.tool_form, tokenizer.control_token
+
+    def opened() -> bool:
+        return tokenizer.is_reasoning(_chat_ids(tokenizer, asked.prompts[0], None))
+
+    held = partial(asked.held, form, token_of, check_schema, opened=opened)
+    return held() if asked.tools is None else await model.in_thread(held)
 
 
 async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
@@ -116,7 +127,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         include_usage=asked.include_usage,
         return_token_ids=asked.return_token_ids or model.tokenizer is None,
         echo=asked.echo,
-        tools=tokenizer.tool_form if asked.tools is not None and tokenizer is not None else None,
+        reading=_reading(tokenizer, asked, requests[0].prompt_token_ids),
         dialect=asked.dialect,
         is_kept=model.facts.options.share != "off",
         chunk_size=service.client.requests.chunk_size,
@@ -244,6 +255,16 @@ def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
     if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
         return 0
     return tokenizer.prefilled_tokens(prompt.template.fields)
+
+
+def _reading(
+    tokenizer: BoundedTokenizer | None, asked: Asked, prompt: Sequence[int]
+) -> Reading | None:
+    """How the answers to a body are read."""
+    if tokenizer is None or not asked.has_messages:
+        return None
+    texts = None if asked.tools is None else asked.tools.texts
+    return tokenizer.reading(prompt, texts, is_free=asked.is_free)
 
 
 def _echo_of(tokenizer: Tokenizer | None, prompt: Prompt, ids: Sequence[int]) -> str:

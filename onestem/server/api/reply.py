@@ -61,7 +61,7 @@ class Reply:
             return_token_ids=call.return_token_ids,
             token_bytes=None if tokenizer is None else tokenizer.token_bytes,
             first_token_bytes=None if tokenizer is None else tokenizer.first_token_bytes,
-            tools=call.tools,
+            reading=call.reading,
             special_ids=frozenset() if tokenizer is None else tokenizer.special_ids,
             skips_special=params.skip_special_tokens,
         )
@@ -200,11 +200,7 @@ def _direct(
     call: Call, chunks: Chunks | DialectWriter, writer: PieceWriter | None
 ) -> Callable[[int, str], bool] | None:
     """A function that writes a token's event at once; None where events need more."""
-    if (
-        writer is None
-        or call.tools is not None
-        or len(call.requests) * call.requests[0].params.n > 1
-    ):
+    if writer is None or len(call.requests) * call.requests[0].params.n > 1:
         return None
 
     def write(token_id: int, text: str) -> bool:

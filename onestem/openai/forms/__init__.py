@@ -1,0 +1,20 @@
+"""Forms of reasoning and of calls of tools: each family of models is a description."""
+
+from onestem.openai.forms.families import FORMS, GENERIC, described, form_of
+from onestem.openai.forms.form import Form
+from onestem.openai.forms.grammar import CheckSchema, Tools, held_to
+from onestem.openai.forms.reader import AnswerReader, ReadAnswer, Reading
+
+__all__ = [
+    "FORMS",
+    "GENERIC",
+    "AnswerReader",
+    "CheckSchema",
+    "Form",
+    "ReadAnswer",
+    "Reading",
+    "Tools",
+    "described",
+    "form_of",
+    "held_to",
+]

@@ -1,0 +1,279 @@
+"""Writes what a chat template would leave out: tools, calls, their results, and reasoning.
+
+What a template writes itself is left to it. Nothing of a conversation vanishes in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onestem.openai.forms.form import Braces, Fields, Form, Reasoning
+
+__all__ = ["Habits", "found_out", "needs_habits", "told", "written"]
+
+JsonObject = dict[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+_TOLD = """\
+You may call functions to help with what the user asks. Each of them is described by a JSON object:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments in exactly this form:
+{example}
+
+You get what it returns in the next message. Where no function is needed, answer in plain text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a chat template writes, as it was found out.
+
+    Attributes:
+        system: it takes a system message.
+        tools: it takes tools.
+        calls: how it takes arguments of calls: as `objects` or as `texts`; None: it writes none.
+        one_call: it takes one call per message.
+        apart: it writes no text beside calls, which therefore gets a message before them.
+        results: it takes messages of tools.
+        reasoning: the name by which it reads reasoning; None: it does not.
+    """
+
+    system: bool = True
+    tools: bool = False
+    calls: str | None = None
+    one_call: bool = False
+    apart: bool = False
+    results: bool = False
+    reasoning: str | None = None
+
+
+def needs_habits(messages: Messages, tools: object) -> bool:
+    """Whether something is there that a template may leave out."""
+    return bool(tools) or any(
+        message["role"] == "tool" or "tool_calls" in message or "reasoning_content" in message
+        for message in messages
+    )
+
+
+def told(
+    messages: Messages, tools: Sequence[Mapping[str, Any]], form: Form, habits: Habits
+) -> list[JsonObject]:
+    """The messages with the tools described in the system message, or, where there can be none,
+    before the user's first words."""
+    example = [{"function": {"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}}]
+    listed = "\n".join(_json(tool.get("function", tool)) for tool in tools)
+    text = _TOLD.format(tools=listed, example=_calls(form, example))
+    first, *others = map(dict, messages)
+    if first["role"] in ("system", "developer") or (not habits.system and first["role"] == "user"):
+        pair = (first["content"], text) if habits.system else (text, first["content"])
+        return [{**first, "content": "\n\n".join(filter(None, pair))}, *others]
+    role = "system" if habits.system else "user"
+    return [{"role": role, "content": text}, first, *others]
+
+
+def written(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
+    """The messages as a template of these habits writes them whole."""
+    made: list[JsonObject] = []
+    each = _split(messages) if habits.one_call else map(dict, messages)
+    for message in each:
+        if message["role"] == "assistant":
+            turn = _assistant(message, form, habits)
+            if habits.apart and turn.get("tool_calls") and turn["content"]:
+                made.append({"role": "assistant", "content": turn["content"]})
+                turn["content"] = ""
+            made.append(turn)
+        elif message["role"] == "tool" and not habits.results:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if made and made[-1].get("_results"):
+                made[-1]["content"] += "\n" + text
+            else:
+                made.append({"role": "user", "content": text, "_results": True})
+        elif message["role"] == "user" and made and made[-1].get("_results"):
+            # Many templates want turns to alternate.
+            made[-1] = {"role": "user", "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append(message)
+    for message in made:
+        message.pop("_results", None)
+    return made
+
+
+def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
+    thought = message.pop("reasoning_content", None)
+    calls = message.get("tool_calls")
+    if thought and habits.reasoning is None:
+        marks = form.reasoning or Reasoning.tagged()
+        inside = thought.strip("\n")
+        message["content"] = f"{marks.opening}{inside}{marks.closing}{message['content']}"
+    elif thought and habits.reasoning is not None:
+        if form.channels is not None and calls and message["content"]:
+            thought, message["content"] = f"{thought}\n\n{message['content']}", ""
+        message[habits.reasoning] = thought
+    if not calls:
+        return message
+    if habits.calls is None:
+        del message["tool_calls"]
+        content = message["content"]
+        gap = "\n" if content and not content.endswith("\n") else ""
+        message["content"] = content + gap + _calls(form, calls)
+    elif habits.calls == "texts":
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call)}}
+            for call in calls
+        ]
+    return message
+
+
+def _split(messages: Messages) -> Iterator[JsonObject]:
+    """The messages with one call in each, and its results after it."""
+    waiting = deque(map(dict, messages))
+    while waiting:
+        message = waiting.popleft()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        results = []
+        while waiting and waiting[0]["role"] == "tool":
+            results.append(waiting.popleft())
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            yield from (one for one in results if one.get("tool_call_id") == call.get("id"))
+            message = {"role": "assistant", "content": ""}
+        known = {call.get("id") for call in calls}
+        yield from (one for one in results if one.get("tool_call_id") not in known)
+
+
+def _calls(form: Form, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as the model writes them."""
+    before, after = form.section
+    each = (_call(form, call, place) for place, call in enumerate(calls))
+    return before + form.separator.join(each) + after
+
+
+def _call(form: Form, call: Mapping[str, Any], place: int) -> str:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    own = ""
+    if form.id_before:
+        given = str(call.get("id", ""))
+        own = form.id_before + (given if form.id_length else str(place))
+    text = arguments if isinstance(arguments, str) else _arguments(form, arguments)
+    return f"{form.opening}{name}{own}{form.middle}{text}{form.closing}"
+
+
+def _arguments(form: Form, arguments: Mapping[str, Any]) -> str:
+    syntax = form.arguments
+    if syntax is None:
+        return _json(arguments)
+    if isinstance(syntax, Braces):
+        return _braced(syntax, arguments)
+    return "".join(_field(syntax, key, value) for key, value in arguments.items())
+
+
+def _field(syntax: Fields, key: str, value: Any) -> str:
+    text = value if isinstance(value, str) else _json(value)
+    return f"{syntax.before_key}{key}{syntax.before_value}{text}{syntax.after_value}"
+
+
+def _braced(syntax: Braces, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{syntax.quote}{value}{syntax.quote}"
+    if isinstance(value, Mapping):
+        pairs = (f"{key}:{_braced(syntax, one)}" for key, one in sorted(value.items()))
+        return f"{{{','.join(pairs)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_braced(syntax, one) for one in value)}]"
+    return _json(value)
+
+
+def _as_text(call: Mapping[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else _json(arguments)
+
+
+def _json(value: Any) -> str:
+    """As templates write it (`tojson`)."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- finding out a template's habits ---
+
+_USER: JsonObject = {"role": "user", "content": "qzuser"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qztool",
+        "description": "qz",
+        "parameters": {"type": "object", "properties": {"qzkey": {"type": "string"}}},
+    },
+}
+
+
+def _one_call(number: int) -> JsonObject:
+    function = {"name": f"qzname{number}", "arguments": {"qzkey": f"qzvalue{number}"}}
+    return {"id": f"qzcallid{number}", "type": "function", "function": function}
+
+
+def _result(number: int) -> JsonObject:
+    return {"role": "tool", "tool_call_id": f"qzcallid{number}", "content": f"qzresult{number}"}
+
+
+_LOOP: list[JsonObject] = [
+    _USER,
+    {"role": "assistant", "content": "", "tool_calls": [_one_call(1), _one_call(2)]},
+    _result(1),
+    _result(2),
+]
+_CALLED = [f"qz{what}{number}" for what in ("name", "value") for number in (1, 2)]
+_RETURNED = ["qzresult1", "qzresult2"]
+_TRIED = (
+    Habits(calls="objects", results=True),
+    Habits(calls="texts", results=True),
+    Habits(calls="objects", results=True, one_call=True),
+    Habits(calls="texts", results=True, one_call=True),
+)
+
+
+def found_out(
+    render: Callable[[list[JsonObject], JsonObject], str], form: Form, is_known: bool
+) -> Habits:
+    """The habits of a template.
+
+    Args:
+        render: what it writes for messages and variables; "" where it refuses.
+        form: the model's; `is_known`: the template's own one.
+    """
+
+    def writes(wanted: Sequence[str], messages: list[JsonObject], **fields: Any) -> bool:
+        text = render(messages, fields)
+        return all(one in text for one in wanted)
+
+    tools = is_known and writes(["qztool"], [_USER], tools=[_TOOL])
+    given = {"tools": [_TOOL]} if tools else {}
+    habits = Habits()
+    for tried in _TRIED if is_known else ():
+        if writes([*_CALLED, *_RETURNED], written(_LOOP, form, tried), **given):
+            habits = tried
+            break
+    else:
+        tried = Habits(results=is_known)
+        if writes([*_CALLED, *_RETURNED], written(_LOOP, form, tried), **given):
+            habits = tried
+    if habits.calls and form.channels is None:
+        beside = [_USER, {**_LOOP[1], "content": "qzbeside"}, *_LOOP[2:]]
+        is_there = writes(["qzbeside"], written(beside, form, habits), **given)
+        habits = replace(habits, apart=not is_there)
+    system = [{"role": "system", "content": "qzsystem"}, _USER]
+    habits = replace(habits, system=writes(["qzsystem", "qzuser"], system), tools=tools)
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        thinks = replace(habits, reasoning=name)
+        turn = {**_LOOP[1], "reasoning_content": "qzthought", "tool_calls": [_one_call(1)]}
+        if writes(["qzthought"], written([_USER, turn, _result(1)], form, thinks), **given):
+            return thinks
+    return habits

@@ -1,0 +1,347 @@
+"""Reads answers as they come: one machine for whole and streamed ones, so that both are the same.
+
+Each character is read once. What is given out is certain: nothing is taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from onestem.openai.forms.arguments import ArgumentsReader, arguments_reader, held_back
+from onestem.openai.forms.form import Form
+
+__all__ = ["AnswerEvent", "AnswerReader", "ReadAnswer", "Reading"]
+
+Mode = Literal["text", "thought", "between"]
+LONGEST_HEAD = 1000  # maximum characters from a call's beginning to its arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the answers to a request are read.
+
+    Attributes:
+        form: of the model.
+        calls: whether there may be calls; else they are text.
+        texts: of each tool, the parameters that are texts and nothing else.
+        opened: whether the prompt ends inside reasoning.
+    """
+
+    form: Form
+    calls: bool = True
+    texts: Mapping[str, Collection[str]] = field(default_factory=dict)
+    opened: bool = False
+
+
+@dataclass(slots=True)
+class AnswerEvent:
+    """What is new in an answer: some text or reasoning, a call's `name` (and its `id`, if the model
+    wrote one), or more of the last call's `arguments`; all else is empty. `index` is the call's."""
+
+    text: str = ""
+    name: str = ""
+    arguments: str = ""
+    index: int = -1
+    reasoning: str = ""
+    id: str = ""
+
+
+class AnswerReader:
+    """Reads one answer's text.
+
+    Attributes:
+        is_plain: all that comes is text, and is given out as it is.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        form = reading.form
+        self._form, self._opened, self._texts = form, reading.opened, reading.texts
+        self._has_calls = reading.calls
+        self._calls = (form.begin,) if reading.calls and form.begin else ()
+        self._marks = _marks_of(form, self._calls, form.dropped if reading.calls else ())
+        self._buffer = ""
+        self._space = ""  # before what may be a call
+        self._num_calls = 0
+        self._head = form.head
+        self._arguments: ArgumentsReader | None = None
+        self._found: list[AnswerEvent] = []
+        self._mode: Mode = "text"
+        self._fresh = False  # line ends are left out
+        self._read = self._read_on
+        if form.reasoning is not None:
+            self._read = self._read_start
+        elif form.channels is not None:
+            self._mode = "between"
+        self.is_plain = self._is_plain
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        """Read more text; returns the events that are certain now."""
+        if self.is_plain:
+            return [AnswerEvent(text=text)] if text else []
+        self._buffer += text
+        while self._read():
+            pass
+        self.is_plain = self._is_plain
+        found, self._found = self._found, []
+        return found
+
+    @property
+    def _is_plain(self) -> bool:
+        is_text = self._mode == "text" and self._read == self._read_on
+        return is_text and not (self._fresh or self._buffer or self._marks["text"])
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and the last one's arguments have ended."""
+        return self._num_calls > 0 and self._read != self._read_arguments
+
+    def finish(self) -> list[AnswerEvent]:
+        """The events left at the answer's end: text that only began like something else."""
+        if self._read == self._read_start:
+            self._begin(self._opened)
+            while self._read():
+                pass
+        rest, self._buffer = self._buffer, ""
+        if self._arguments is not None:
+            self._tell_arguments(self._arguments.take(rest, True)[0])
+        elif self._read in (self._read_head, self._read_header):
+            self._tell(self._space + rest)
+        elif self._read == self._read_on:
+            if self._mode == "thought":
+                rest = rest.rstrip("\n")
+            self._tell(rest if self._mode == "thought" or not self._num_calls else rest.rstrip())
+        found, self._found = self._found, []
+        return found
+
+    def _tell(self, text: str) -> None:
+        """Give out text or reasoning, as the mode says."""
+        if self._fresh:
+            text = text.lstrip("\n")
+        if text:
+            self._fresh = False
+            is_thought = self._mode == "thought"
+            self._found.append(AnswerEvent(reasoning=text) if is_thought else AnswerEvent(text))
+
+    def _tell_arguments(self, text: str) -> None:
+        if text:
+            self._found.append(AnswerEvent(arguments=text, index=self._num_calls - 1))
+
+    def _read_start(self) -> bool:
+        """Find out whether the answer begins with reasoning."""
+        assert self._form.reasoning is not None
+        mark = self._form.reasoning.open
+        begun = self._buffer.lstrip()
+        if not begun or (len(begun) < len(mark) and mark.startswith(begun)):
+            return False
+        if begun.startswith(mark):
+            self._buffer = begun[len(mark) :]
+            self._begin(True)
+        else:
+            self._begin(self._opened)
+        return True
+
+    def _begin(self, thinks: bool) -> None:
+        self._fresh, self._mode = thinks, "thought" if thinks else "text"
+        self._read = self._read_on
+
+    def _read_on(self) -> bool:
+        """Read text or reasoning up to a mark."""
+        marks = self._marks[self._mode]
+        found = marks.search(self._buffer) if marks is not None else None
+        if found is None:
+            kept = marks.undecided(self._buffer) if marks is not None else 0
+            told = self._buffer[: len(self._buffer) - kept]
+            self._buffer = self._buffer[len(told) :]
+            self._tell(told)
+            return False
+        mark, at = found.group(), found.start()
+        before, self._buffer = self._buffer[:at], self._buffer[at:]
+        is_thought = self._mode == "thought"
+        told = before.rstrip("\n" if is_thought else None)
+        self._space = before[len(told) :]
+        self._tell(told)
+        channels, reasoning = self._form.channels, self._form.reasoning
+        if mark in self._calls:
+            self._head, self._read = self._form.head, self._read_head
+            return True
+        if channels is not None and (mark in channels.begins or mark == channels.recipient):
+            self._read = self._read_header
+            return True
+        self._buffer = self._buffer[len(mark) :]
+        if reasoning is not None and mark in (reasoning.open, reasoning.close):
+            self._mode, self._fresh = "text" if is_thought else "thought", True
+        elif channels is not None:
+            self._mode = "between"
+        return True
+
+    def _read_header(self) -> bool:
+        channels = self._form.channels
+        assert channels is not None
+        found = channels.header.match(self._buffer, 0, LONGEST_HEAD)
+        if found is None:
+            return self._no_head()
+        self._buffer = self._buffer[found.end() :]
+        name = found["name"] or found["name_first"]
+        if name and self._has_calls:
+            self._call(name, "")
+        else:
+            self._read = self._read_on
+            self._mode = "thought" if found["channel"] == channels.reasoning else "text"
+        return True
+
+    def _read_head(self) -> bool:
+        found = self._head.match(self._buffer, 0, LONGEST_HEAD)
+        if found is None:
+            return self._no_head()
+        self._buffer = self._buffer[found.end() :]
+        self._call(_unescaped(found["name"]), found.groupdict().get("id") or "")
+        return True
+
+    def _no_head(self) -> bool:
+        """There is no head yet; where it would be too long, it only looked like one."""
+        if len(self._buffer) < LONGEST_HEAD:
+            return False
+        self._tell(self._space + self._buffer[0])
+        self._buffer, self._space, self._read = self._buffer[1:], "", self._read_on
+        return True
+
+    def _call(self, name: str, call_id: str) -> None:
+        """A call begins, which ends reasoning."""
+        self._found.append(AnswerEvent(name=name, index=self._num_calls, id=call_id))
+        self._num_calls += 1
+        self._arguments = arguments_reader(self._form.arguments, self._texts.get(name, ()))
+        self._read, self._fresh = self._read_arguments, False
+        self._mode = "text" if self._form.channels is None else "between"
+
+    def _read_arguments(self) -> bool:
+        assert self._arguments is not None
+        told, self._buffer, ended = self._arguments.take(self._buffer, False)
+        self._tell_arguments(told)
+        if not ended:
+            return False
+        self._arguments, self._read = None, self._read_tail
+        return True
+
+    def _read_tail(self) -> bool:
+        tail, begun = self._form.tail, self._buffer.lstrip()
+        if tail[:1] == "}" and (not begun or begun[0] == ","):  # an id after the arguments
+            end = begun.find("}")
+            if end < 0 and len(begun) < LONGEST_HEAD:
+                return False
+            self._buffer = begun[max(0, end) :]
+        if self._skip(tail) is None:
+            return False
+        self._read = self._read_after
+        return True
+
+    def _read_after(self) -> bool:
+        """Read what follows a call: another one of a list, the list's end, or text again."""
+        form = self._form
+        if form.again:
+            again = self._skip(form.again)
+            if again is None:
+                return False
+            if again:
+                assert form.item is not None
+                self._head, self._read = form.item, self._read_head
+                return True
+        if form.close and self._skip(form.close) is None:
+            return False
+        self._read = self._read_on
+        return True
+
+    def _skip(self, literal: str) -> bool | None:
+        """Take a literal, blanks aside; False: something else follows; None: not known yet."""
+        at = 0
+        for letter in literal:
+            while at < len(self._buffer) and self._buffer[at].isspace():
+                at += 1
+            if at == len(self._buffer):
+                return None
+            if self._buffer[at] != letter:
+                return False
+            at += 1
+        self._buffer = self._buffer[at:]
+        return True
+
+
+class _Marks:
+    """Texts that end what is being read.
+
+    Args:
+        texts: at least one.
+    """
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.search = re.compile("|".join(map(re.escape, texts))).search
+        self._texts = tuple(texts)
+        self._first = re.compile(f"[{''.join(re.escape(text[0]) for text in texts)}]").search
+        self._longest = max(map(len, texts)) - 1
+
+    def undecided(self, text: str) -> int:
+        """Number of characters at a text's end that may begin a mark, with the blanks before."""
+        size = 0
+        if self._first(text, max(0, len(text) - self._longest)):
+            size = max(held_back(text, mark) for mark in self._texts)
+        before = text[: len(text) - size]
+        return size + len(before) - len(before.rstrip())
+
+
+@cache
+def _marks_of(
+    form: Form, calls: tuple[str, ...], dropped: tuple[str, ...]
+) -> dict[Mode, _Marks | None]:
+    """The marks of each mode; None: there are none."""
+    channels, reasoning = form.channels, form.reasoning
+    often = [*calls, *dropped]
+    texts: dict[Mode, list[str]] = {"text": often, "thought": often, "between": often}
+    if reasoning is not None:
+        texts["text"] = [*often, *([reasoning.open] * reasoning.anywhere)]
+        texts["thought"] = [*often, reasoning.close]
+    if channels is not None:
+        inside = [*often, *channels.begins, *channels.ends]
+        texts = {"text": inside, "thought": inside, "between": [*inside, channels.recipient]}
+    return {mode: _Marks(some) if some else None for mode, some in texts.items()}
+
+
+def _unescaped(name: str) -> str:
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+@dataclass
+class ReadAnswer:
+    """A whole answer's text, reasoning and calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
+    ids: list[str] = field(default_factory=list)  # of calls; "" where the model wrote none
+    is_cut: bool = False  # the last one's arguments have not ended
+
+    @staticmethod
+    def of(text: str, reading: Reading) -> ReadAnswer:
+        """Read a whole answer."""
+        reader, read = AnswerReader(reading), ReadAnswer()
+        for event in (*reader.feed(text), *reader.finish()):
+            read.add(event)
+        read.is_cut = bool(read.calls) and not reader.has_called
+        return read
+
+    def add(self, event: AnswerEvent) -> None:
+        """Add what is new."""
+        if event.name:
+            self.calls.append((event.name, ""))
+            self.ids.append(event.id)
+        elif event.arguments:
+            name, arguments = self.calls[-1]
+            self.calls[-1] = (name, arguments + event.arguments)
+        self.text += event.text
+        self.reasoning += event.reasoning
