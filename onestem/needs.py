@@ -174,6 +174,4 @@ def _stored(
     name = str(target.dtype).removeprefix("torch.")
     if not kept:
         return f"{', '.join(kinds)}, de-quantised to {name} as they are read"
-    experts = config.experts is not None
-    more = f", but experts are de-quantised to {name} as they are read" if experts else ""
-    return f"{', '.join(kinds)}, kept as they are stored{more}"
+    return f"{', '.join(kinds)}, kept as they are stored"

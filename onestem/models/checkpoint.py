@@ -269,9 +269,8 @@ def open_checkpoint(
     """
     config, directory = tensors.config, Path(directory)
     if directory.is_file():
-        return Checkpoint(
-            gguf_tensors(directory, tensors), _blocks(config, tensors, keeps), {}, dtype, device
-        )
+        schemes, singles = _blocks(tensors, keeps)
+        return Checkpoint(gguf_tensors(directory, tensors), schemes, singles, dtype, device)
     held = _headers(config, tensor_files(directory))
     specs = {spec.name: spec for spec in tensors}
     singles = _singles_in_files(tensors, held)
@@ -295,16 +294,30 @@ def open_checkpoint(
     return checkpoint
 
 
-def _blocks(config: ModelConfig, specs: Iterable[TensorSpec], keeps: Keeps) -> Schemes:
-    """Schemes of the modules of a GGUF file that stay in their blocks."""
-    found = {}
-    for spec in specs:
-        if spec.module is None or config.quantization is None:
-            continue
-        scheme = config.quantization.scheme(spec.module)
-        if scheme is not None and keeps(scheme):
-            found[spec.module] = (scheme, spec)
-    return found
+def _blocks(tensors: Tensors, keeps: Keeps) -> tuple[Schemes, Singles]:
+    """Schemes of the modules of a GGUF file that stay in their blocks, and the experts that do."""
+    stored = tensors.config.quantization
+    found: dict[str, tuple[Scheme, TensorSpec]] = {}
+    singles: dict[str, Sequence[Sequence[TensorSpec]]] = {}
+    if stored is None:
+        return found, singles
+
+    def note(alike: Sequence[TensorSpec]) -> bool:
+        """Whether modules stay that are stored alike."""
+        scheme = None if alike[0].module is None else stored.scheme(alike[0].module)
+        if scheme is None or not keeps(scheme):
+            return False
+        found.update({str(one.module): (scheme, one) for one in alike})
+        return True
+
+    for spec in tensors:
+        note([spec])
+    for whole in tensors.of_experts:
+        experts = tensors.singles(whole)
+        kept = [note(alike) for alike in zip(*experts, strict=True)]
+        if any(kept):
+            singles[whole.name] = experts
+    return found, singles
 
 
 def _singles_in_files(tensors: Tensors, held: Collection[str]) -> Singles:

@@ -78,7 +78,7 @@ class GgufTensor:
 
 
 def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
-    """All `tensors`, by their names in a checkpoint.
+    """All `tensors`, and those of single experts, by their names in a checkpoint.
 
     Raises:
         WeightsError: names what is missing, unknown or of another shape.
@@ -101,6 +101,10 @@ def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
                 parts.append(raw)
         offset = tensors.config.norm_offset if spec.kind is Kind.NORM else 0.0
         found[spec.name] = GgufTensor(spec.shape, tuple(parts), arrange, spec.transposed, offset)
+    for whole in tensors.of_experts:
+        for index, expert in enumerate(tensors.singles(whole)):
+            for single, raw in zip(expert, found[whole.name].parts, strict=False):
+                found[single.name] = GgufTensor(single.shape, (raw.part(index),), _as_it_is)
     if missing:
         needs = f"tensors that {file.header.fields['general.architecture']} needs"
         raise WeightsError(f"{path} lacks {needs}: {listed(missing)}")

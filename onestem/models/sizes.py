@@ -55,14 +55,14 @@ def quantised_as(config: ModelConfig, quantization: Quantize | None) -> str | No
 def formats_of(
     config: ModelConfig, quantization: Quantize | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Scheme | Quantize]:
-    """Formats of a model's modules, from its configuration alone: modules that are left out are
-    known only from the weights' files."""
+    """Formats of a model's modules, of experts those of the first, from its configuration alone:
+    modules that are left out are known only from the weights' files."""
     tensors = Tensors(config)
     kinds = {one.module: one.kind for one in tensors if one.module is not None}
     modules = [module for module, kind in kinds.items() if kind is Kind.MATRIX]
     if config.experts is not None and not config.experts.mxfp4:
-        singles = (one for whole in tensors.of_experts for one in chain(*tensors.singles(whole)))
-        modules += [one.module for one in singles if one.module is not None]
+        firsts = chain(*(tensors.singles(whole)[0] for whole in tensors.of_experts))
+        modules += [one.module for one in firsts if one.module is not None]
     if quantization is not None:
         rounded = rounds_head(config, quantization, target_of(tensors, dtype, device))
         head = [config.tensor_names[Role.HEAD]] if rounded else []
@@ -70,7 +70,7 @@ def formats_of(
     stored = config.quantization
     if stored is None:
         return {}
-    modules = list(kinds) if stored.converts else modules
+    modules = [*kinds, *modules] if stored.converts else modules
     schemes = {module: stored.scheme(module) for module in modules}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 

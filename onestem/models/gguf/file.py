@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,12 @@ class RawTensor:
     @property
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
+
+    def part(self, index: int) -> RawTensor:
+        """Of a tensor of several matrices: one of them."""
+        shape = self.shape[1:]
+        rows = math.prod(shape[:-1])
+        return replace(self, shape=shape, offset=self.offset + index * rows * self.row_bytes)
 
     def blocks(self, first: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows as they are stored, uint8 `[rows, row_bytes]`.

@@ -15,8 +15,7 @@ __all__ = ["blocks_of"]
 
 
 def blocks_of(path: Path, names: TensorNames) -> Quantization | None:
-    """The types of a file's blocks, by modules of the decoder; None: no module has any. Experts,
-    which are de-quantised, are not among them.
+    """The types of a file's blocks, by modules of the decoder; None: no module has any.
 
     Args:
         names: of the decoder.
@@ -30,10 +29,11 @@ def blocks_of(path: Path, names: TensorNames) -> Quantization | None:
         role = None if named is None else roles.get(named[2])
         if named is None or role is None or role not in names or raw.kind not in BLOCKS:
             continue
-        if len(raw.shape) == 2:
-            at = "" if named[1] is None else names.layer.format(int(named[1]))
-            found.setdefault(raw.kind, []).append(at + names[role])
-            sizes[raw.kind] += raw.num_bytes
+        module = ("" if named[1] is None else names.layer.format(int(named[1]))) + names[role]
+        if len(raw.shape) == 3:  # of all experts
+            module = "re:" + re.escape(module).replace(r"\{\}", r"\d+") + "$"
+        found.setdefault(raw.kind, []).append(module)
+        sizes[raw.kind] += raw.num_bytes
     if not found:
         return None
     kinds = [kind for kind, _ in sizes.most_common()]
