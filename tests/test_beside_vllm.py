@@ -27,6 +27,7 @@ from onestem.openai.schema import NEUTRAL, ChatBody, CompletionBody
 from onestem.options import Defaults, EngineOptions
 from onestem.replicas import Replicas
 from onestem.request import SamplingParams
+from onestem.server.api.adapted import adapted
 from onestem.server.api.control import control_routes
 from onestem.server.api.routes import api, open_routes, tokens
 from onestem.server.settings import Settings
@@ -48,7 +49,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (METHODS, [vars(LLM), vars(AsyncLLM)]),
         (ROUTES, [[
             f"{method} {route.path}"
-            for router in (api, tokens, open_routes, control_routes)
+            for router in (api, adapted, tokens, open_routes, control_routes)
             for route in router.routes
             for method in route.methods
             if not (route.endpoint.__doc__ or "").startswith("Refused")

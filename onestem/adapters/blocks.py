@@ -33,15 +33,13 @@ class Block:
     Attributes:
         index: its place in the answer.
         text: what has come of it; of a call: its arguments.
-        name, number, call_id: of a call: its function, its place among the calls, and its id, if
-            the model wrote one.
+        name, call_id: of a call: its function, and its id.
     """
 
     kind: Kind
     index: int
     text: str = ""
     name: str = ""
-    number: int = -1
     call_id: str = ""
 
 
@@ -52,14 +50,16 @@ class Blocks:
     """Reads an answer's text as it comes.
 
     Args:
-        reading: how its calls and reasoning are read; None: it has none.
+        reading: how it is read; None: it is text as it is.
+        name: the answer's, which ids of its calls depend on.
 
     Attributes:
         blocks: those that have begun.
     """
 
-    def __init__(self, reading: Reading | None) -> None:
+    def __init__(self, reading: Reading | None, name: str) -> None:
         self.blocks: list[Block] = []
+        self._reading, self._name = reading, name
         self._reader = None if reading is None else AnswerReader(reading)
         self._open: Block | None = None
 
@@ -71,15 +71,16 @@ class Blocks:
     def feed(self, text: str, *, ends: bool) -> list[News]:
         """Read more text; `ends`: the answer has no more."""
         news: list[News] = []
-        if self._reader is None:
+        if self._reading is None or self._reader is None:
             self._add(news, "text", text)
         else:
-            found = [*self._reader.feed(text), *(self._reader.finish() if ends else ())]
-            for event in found:
+            form = self._reading.form
+            for event in (*self._reader.feed(text), *(self._reader.finish() if ends else ())):
                 if event.name:
-                    self._begin(news, "call", event.name, event.index, event.id)
-                self._add(news, "call", event.arguments)
+                    own = event.id or form.call_id(self._name, 0, event.index)
+                    self._begin(news, "call", event.name, own)
                 self._add(news, "reasoning", event.reasoning)
+                self._add(news, "call", event.arguments)
                 self._add(news, "text", event.text)
         if ends:
             self._end(news)
@@ -94,11 +95,9 @@ class Blocks:
         self._open.text += text
         news.append(("more", self._open, text))
 
-    def _begin(
-        self, news: list[News], kind: Kind, name: str = "", number: int = -1, call_id: str = ""
-    ) -> None:
+    def _begin(self, news: list[News], kind: Kind, name: str = "", call_id: str = "") -> None:
         self._end(news)
-        self._open = Block(kind, len(self.blocks), name=name, number=number, call_id=call_id)
+        self._open = Block(kind, len(self.blocks), name=name, call_id=call_id)
         self.blocks.append(self._open)
         news.append(("begin", self._open, ""))
 

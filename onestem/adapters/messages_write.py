@@ -85,7 +85,7 @@ class MessageWriter:
         usage: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._asked, self._name, self._form, self._usage = asked, name, form, usage
-        self._blocks = Blocks(form.reading)
+        self._blocks = Blocks(form.reading, name)
         self._begun = False
         self._last: CompletionOutput | None = None
 
@@ -166,9 +166,8 @@ class MessageWriter:
         if block.kind == "reasoning":
             # Nobody checks the signature, but clients send no block back that has none.
             return {"type": "thinking", "thinking": block.text, "signature": self._name}
-        assert self._form.reading is not None
-        name = block.call_id or self._form.reading.form.call_id(self._name, 0, block.number)
-        return {"type": "tool_use", "id": name, "name": block.name, "input": arguments}
+        called = {"id": block.call_id, "name": block.name, "input": arguments}
+        return {"type": "tool_use", **called}
 
     def _end(self, usage: Mapping[str, Any]) -> JsonObject:
         """Why the message ended."""

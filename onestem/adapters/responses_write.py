@@ -50,7 +50,7 @@ class ResponseWriter:
 
     def __init__(self, asked: Responses, name: str, created: int, form: ResponseFormat) -> None:
         self._asked, self._name, self._created, self._form = asked, name, created, form
-        self._blocks = Blocks(form.reading)
+        self._blocks = Blocks(form.reading, name)
         self._number = 0  # of the next event
         self._is_cut = False
 
@@ -137,9 +137,7 @@ class ResponseWriter:
         if block.kind == "text":
             content = [self._part(block, text)] if ends else []
             return {**made, "type": "message", "role": "assistant", "content": content}
-        assert self._form.reading is not None
-        call_id = block.call_id or self._form.reading.form.call_id(self._name, 0, block.number)
-        made |= {"type": "function_call", "call_id": call_id, "name": block.name}
+        made |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
         return {**made, "arguments": text}
 
     def _item_id(self, block: Block) -> str:

@@ -162,8 +162,8 @@ class Asked:
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
-        is_free: whether the body asks for no format of its answers.
         dialect: how its answer is written; None: as OpenAI's.
+        is_free: whether the body asks for no format of its answers.
     """
 
     kind: Kind

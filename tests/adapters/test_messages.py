@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from onestem.adapters.messages_read import read_count, read_messages
 from onestem.adapters.messages_write import Messages
 from onestem.errors import RequestError
-from onestem.openai.forms import Reading
-from onestem.openai.forms.families import HERMES
+from onestem.openai.forms import GENERIC, Reading
+from onestem.openai.forms.form import Reasoning
 from onestem.openai.read import read_body
 from onestem.openai.write import ResponseFormat
 from onestem.request import CompletionOutput
@@ -149,10 +150,11 @@ FORM = ResponseFormat(
     logprobs=None,
     return_token_ids=False,
     token_bytes=None,
-    reading=Reading(form=HERMES),
+    reading=Reading(form=replace(GENERIC, reasoning=Reasoning.tagged())),
 )
 TEXT = (
-    'Let me see. <tool_call>\n{"name": "f", "arguments": {"a": "é\\n", "b": [1.5, null]}}\n'
+    "<think>\nTwo cities?\n</think>\n\nLet me see. "
+    '<tool_call>\n{"name": "f", "arguments": {"a": "é\\n", "b": [1.5, null]}}\n'
     '</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call> Done. '
 )
 
@@ -194,7 +196,8 @@ def test_the_events_are_the_whole_message(cuts, length, ended, singly):
 
 def test_a_message_with_calls():
     made = whole(TEXT)
-    text, first, second, end = made["content"]
+    thought, text, first, second, end = made["content"]
+    assert thought == {"type": "thinking", "thinking": "Two cities?", "signature": "msg_1"}
     assert (text["text"], end["text"]) == ("Let me see.", " Done.")
     assert (first["name"], first["input"]) == ("f", {"a": "é\n", "b": [1.5, None]})
     assert (second["name"], second["input"]) == ("g", {})
@@ -208,6 +211,7 @@ def test_a_message_with_calls():
     }
     sent_back = prompt(messages=[USER, {"role": "assistant", "content": made["content"]}, USER])
     assert sent_back.messages[1]["content"] == "Let me see. Done."
+    assert sent_back.messages[1]["reasoning_content"] == "Two cities?"
     assert [call["function"]["name"] for call in sent_back.messages[1]["tool_calls"]] == ["f", "g"]
 
 

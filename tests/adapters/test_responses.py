@@ -146,8 +146,9 @@ def test_a_response_with_calls():
     asked = read(metadata={"a": "b"}, instructions="You help.")
     made = answered(asked, TEXT)
     kinds = [item["type"] for item in made["output"]]
-    assert kinds == ["message", "function_call", "function_call", "message"]
-    assert made["output"][1]["arguments"] == '{"a": "é\\n", "b": [1.5, null]}'
+    assert kinds == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert made["output"][0]["content"] == [{"type": "reasoning_text", "text": "Two cities?"}]
+    assert made["output"][2]["arguments"] == '{"a": "é\\n", "b": [1.5, null]}'
     assert made["usage"] == {
         "input_tokens": 30,
         "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 10},

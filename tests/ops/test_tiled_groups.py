@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from onestem.models.formats.held import Groups, Levels, of_columns
 from onestem.models.formats.products import GpuGroups, Target
+from onestem.models.gguf.blocks import groups_of_blocks
+from onestem.models.gguf.file import BLOCKS
 from onestem.models.linear import Layout, held_tensors
 from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.tiled import Tiles
@@ -167,6 +171,18 @@ def check(weight: Groups, dtype: torch.dtype = torch.float16) -> GpuGroups:
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_are_multiplied(name: str) -> None:
     check(KINDS[name](40, 512))
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_blocks_of_files_are_written_out(kind: str) -> None:
+    columns, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    # Numbers of 16 bits are finite, and powers of two normal.
+    rows = np.random.default_rng(0).integers(2, 64, (70, 512 // columns * size), np.uint8)
+    weight = groups_of_blocks(kind, rows)
+    product = GpuGroups(moved(weight), None, Target(torch.float16, DEVICE, Layout.PLAIN))
+    truth, terms = exact(weight)
+    off = product.packed.dense(torch.float32).double().cpu() - truth
+    assert (off.abs() <= 2**-23 * terms).all()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ TYPES = {
 
 class Stub:
     """What the server says now. `events` off: the stream is refused; `up` off: everything is.
-    `pages` are others, with their policies."""
+    `pages` are others, with their policies. Chats need `key`, if there is one; the bodies that came
+    are in `bodies`. `answers` are what a chat's stream sends: values of events, bytes as they are;
+    None ends it."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -35,6 +37,9 @@ class Stub:
         self.streams: list[queue.Queue[bytes | None]] = []
         self.asked: list[str] = []
         self.pages: dict[str, tuple[str, str]] = {}
+        self.key: str | None = None
+        self.bodies: list[dict[str, Any]] = []
+        self.answers: queue.Queue[dict[str, Any] | bytes | None] = queue.Queue()
 
     def say(self, state: dict[str, Any]) -> None:
         """Set the state and send it to all who listen."""
@@ -68,6 +73,23 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, TYPES[path.suffix], path.read_bytes())
         else:
             self.answer(404, "text/plain", b"not here")
+
+    def do_POST(self) -> None:
+        stub: Stub = self.server.stub  # type: ignore[attr-defined]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if stub.key is not None and self.headers["Authorization"] != f"Bearer {stub.key}":
+            error = {"error": {"message": "no valid API key"}}
+            self.answer(401, "application/json", json.dumps(error).encode())
+            return
+        stub.bodies.append(body)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        with suppress(OSError):
+            while (value := stub.answers.get()) is not None:
+                if not isinstance(value, bytes):
+                    value = b"data: " + json.dumps(value).encode() + b"\n\n"
+                self.wfile.write(value)
 
     def answer(self, status: int, kind: str, body: bytes, policy: str = POLICY) -> None:
         self.send_response(status)
@@ -106,6 +128,7 @@ def serving(stub: Stub) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
         stub.hang_up()
+        stub.answers.put(None)
         server.shutdown()
         thread.join()
         server.server_close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from onestem.server.api import reply
 from tests.adapters.conversations import CHAT, MESSAGES
 from tests.adapters.events import events_of, folded_message
-from tests.server.harness import running
+from tests.server.harness import Held, running
 
 USER = {"role": "user", "content": "Is it warm in Rome?"}
 ASKED = {"model": "embedded", "max_tokens": 8, "messages": [USER], "temperature": 0}
@@ -51,6 +54,23 @@ def test_a_stream_is_the_whole_message(http):
     ours = ("content", "stop_reason", "stop_sequence", "model", "role", "type")
     assert {name: folded[name] for name in ours} == {name: whole[name] for name in ours}
     assert answer.headers["x-request-id"] == folded["id"] != whole["id"]
+
+
+def test_a_stream_that_waits_is_told_so(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr(reply, "PING_SECONDS", 0.05)
+    held = Held()
+    body = {"max_tokens": 3, "messages": [USER], "stream": True}
+    with (
+        running(tmp_path / "state", model=tiny_model, change=held) as server,
+        server.http() as http,
+        http.stream("POST", "/v1/messages", json=body) as answer,
+    ):
+        chunks = answer.iter_raw()
+        first = next(chunks)
+        held.let(math.inf)
+        events = events_of(first + b"".join(chunks))
+    assert events[0] == {"type": "ping"}
+    assert folded_message(events)["usage"]["output_tokens"] == 3
 
 
 def test_stop_sequences(http):

@@ -70,8 +70,11 @@ def test_the_server_does_what_the_document_says(server):
         @BOUNDED
         @given(case=operation.as_strategy() | operation.as_strategy(GenerationMode.NEGATIVE))
         def check(case):
-            if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int):
-                case.body["max_tokens"] = min(case.body["max_tokens"], 3)
+            for name in ("max_tokens", "max_output_tokens"):
+                if isinstance(case.body, dict) and isinstance(case.body.get(name), int):
+                    case.body[name] = min(case.body[name], 3)
+            if case.path == "/v1/responses" and isinstance(case.body, dict):
+                case.body.setdefault("max_output_tokens", 3)
             case.call_and_validate(base_url=server.url, checks=CHECKED, timeout=30)
 
         check()

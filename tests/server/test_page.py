@@ -207,6 +207,103 @@ def test_an_engine_that_is_down_is_said_clearly(page):
     until(browser, lambda: not browser.find_element(By.ID, "banner").is_displayed())
 
 
+def said(browser):
+    """(role, text) of each message that is shown."""
+    shown = browser.find_elements(By.CSS_SELECTOR, "#chat-log p")
+    return [(one.get_attribute("class"), one.text) for one in shown]
+
+
+def ask(browser, text):
+    browser.find_element(By.ID, "chat-text").send_keys(text + "\n")
+
+
+def piece(text):
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+def end(stub, prompt, cached, answer):
+    tokens = {"prompt_tokens": prompt, "completion_tokens": answer}
+    usage = tokens | {"prompt_tokens_details": {"cached_tokens": cached}}
+    for one in ({"choices": [], "usage": usage}, b"data: [DONE]\n\n", None):
+        stub.answers.put(one)
+
+
+def test_a_chat_streams_and_says_what_was_shared(page):
+    browser, stub = page
+    browser.find_element(By.ID, "chat-system").send_keys("Be kind.")
+    stub.answers.put({"choices": [{"delta": {"role": "assistant"}}]})
+    for data in (b": waits\n\n", b'data: {"choices": [{"del', b'ta": {"content": "Hel"}}]}\n\n'):
+        stub.answers.put(data)
+    ask(browser, "Hi")
+    until(browser, lambda: said(browser) == [("user", "Hi"), ("assistant", "Hel")])
+    assert text(browser, "chat-send") == "Stop"
+    stub.answers.put(piece("lo " + EVIL))
+    end(stub, 30, 20, 5)
+    until(browser, lambda: text(browser, "chat-send") == "Send")
+    told = (
+        "Prompt 30 tokens: 20 shared with what was computed before, 10 computed. Answer 5 tokens."
+    )
+    assert text(browser, "chat-cost") == told
+    assert said(browser)[1] == ("assistant", f"Hello {EVIL}")
+    assert browser.title == "Onestem"
+
+    end(stub, 40, 39, 1)
+    ask(browser, "And then?")
+    until(browser, lambda: "39 shared" in text(browser, "chat-cost"))
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": f"Hello {EVIL}"},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert [body["messages"] for body in stub.bodies] == [turns[:2], turns]
+    browser.find_element(By.ID, "chat-reset").click()
+    assert said(browser) == []
+    end(stub, 9, 0, 1)
+    ask(browser, "Anew")
+    until(browser, lambda: "9 computed" in text(browser, "chat-cost"))
+    assert stub.bodies[-1]["messages"] == [turns[0], {"role": "user", "content": "Anew"}]
+
+
+def test_a_chat_that_is_stopped_stays_and_one_that_fails_does_not(page):
+    browser, stub = page
+    stub.answers.put(piece("One, two"))
+    ask(browser, "Count")
+    until(browser, lambda: said(browser)[1:] == [("assistant", "One, two")])
+    browser.find_element(By.ID, "chat-send").click()
+    until(browser, lambda: text(browser, "chat-send") == "Send")
+    stub.answers.put(None)
+    until(browser, lambda: stub.answers.empty())
+    stub.answers.put({"error": {"message": "the engine died"}})
+    stub.answers.put(None)
+    ask(browser, "Go on")
+    until(browser, lambda: text(browser, "chat-cost") == "the engine died")
+    assert said(browser) == [("user", "Count"), ("assistant", "One, two")]
+    assert browser.find_element(By.ID, "chat-text").get_attribute("value") == "Go on"
+    assert [one["content"] for one in stub.bodies[-1]["messages"]] == ["Count", "One, two", "Go on"]
+    stub.answers.put(None)  # nothing, and no end
+    ask(browser, "")
+    until(browser, lambda: text(browser, "chat-cost") == "the answer was cut off")
+
+
+def test_a_chat_asks_for_a_key_where_one_is_needed(page):
+    browser, stub = page
+    stub.key = "sk-1"
+    key = browser.find_element(By.ID, "chat-key")
+    assert not key.is_displayed()
+    ask(browser, "Hi")
+    until(browser, key.is_displayed)
+    assert text(browser, "chat-cost") == "no valid API key"
+    assert said(browser) == []
+    browser.get_log("browser")  # the 401
+    key.send_keys("sk-1")
+    stub.answers.put(piece("Hello"))
+    end(stub, 3, 0, 1)
+    ask(browser, "")
+    until(browser, lambda: "3 computed" in text(browser, "chat-cost"))
+    assert said(browser) == [("user", "Hi"), ("assistant", "Hello")]
+
+
 def test_without_events_it_asks(page):
     browser, stub = page
     assert text(browser, "link") == "live"

@@ -1,6 +1,7 @@
 // Puts the parts together; each is drawn from the last state alone.
 
 import { Chart, memory } from "./charts.js";
+import { chat } from "./chat.js";
 import { at, clock, html, percent, seconds, short, whenChanged } from "./dom.js";
 import { follow, History } from "./feed.js";
 import { jobs, prefixes, requests } from "./tables.js";
@@ -26,6 +27,7 @@ const parts = {
   kv: whenChanged((kv) => memory(at("memory"), at("memory-legend"), kv)),
 };
 
+chat();
 follow(
   (now) => {
     state = now;
