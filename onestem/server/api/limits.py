@@ -14,8 +14,8 @@ from onestem.server.errors import ApiError
 __all__ = ["BODY_SECONDS", "check_media_type", "declared_length", "limited", "read_limited"]
 
 BODY_SECONDS = 60.0
-# Maximum bytes and seconds to go on reading a body that is refused.
-DROPPED_BYTES, DROP_SECONDS = 4 << 20, 2.0
+# To go on reading a body that is refused: maximum bytes, seconds in all, and between two pieces.
+DROPPED_BYTES, DROP_SECONDS, DROP_PAUSE = 4 << 20, 20.0, 2.0
 
 
 def _too_large(limit: int) -> ApiError:
@@ -40,7 +40,8 @@ async def _drop_rest(receive: Receive) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DROP_SECONDS):
             while left > 0:
-                message = await receive()
+                async with asyncio.timeout(DROP_PAUSE):
+                    message = await receive()
                 if not message.get("more_body", False):
                     return
                 left -= len(message.get("body", b""))
