@@ -1,9 +1,12 @@
 """Weights of 8 and 4 bits on a CPU: steps of whole models against llama.cpp, in turns.
 
     python -m onestem_lab.cpu_weights --peer DIR --models FOLDER [--shapes qwen2.5-0.5b,qwen3-4b]
+        [--formats int8,int4] [--files MODEL.gguf,...]
 
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made, FOLDER takes the
-files that it multiplies (random weights of the shapes, written once). Steps are of the engine here
+files that it multiplies (random weights of the shapes, written once). `--formats q8_0,q4_k_m,q4_0`
+and `--files` give both engines the same file, whose blocks stay as they are; beside them int8 or
+int4 of the same shape is timed (`own`), which needs a shape. Steps are of the engine here
 and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode behind 16 tokens.
 Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8
 products (with AMX `int4`: bfloat16), whichever is longer, both measured in the same run.
@@ -46,6 +49,8 @@ from onestem_lab.attention.rates import measure_rates
 from onestem_lab.results import RESULTS, machine, write
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
+# What a file's format is measured beside.
+OWN = {"q8_0": "int8", "q4_k_m": "int4", "q4_0": "int4"}
 STEPS = ("prefill 512", "decode 1", "decode 64")
 # Of a prompt: on a machine with AMX, and on one without.
 PREFILL, PREFILL_PLAIN = 3.0, 1.5
@@ -55,10 +60,15 @@ RUNNERS = Path(__file__).parent / "peers" / "runners"
 
 
 class Ours:
-    """Steps of an engine, one at a time."""
+    """Steps of an engine, one at a time.
 
-    def __init__(self, shape: str, form: str, threads: int) -> None:
-        llm = LLM(f"shape:{shape}", device="cpu", dtype="bfloat16", quantization=form,
+    Args:
+        model: `shape:NAME`, or a GGUF file.
+        form: that weights are rounded to; None: they stay as they are.
+    """
+
+    def __init__(self, model: str, form: str | None, threads: int) -> None:
+        llm = LLM(model, device="cpu", dtype="bfloat16", quantization=form,
                   threads=threads, kv_memory="0.5GB")  # fmt: skip
         self.decoder, self.number = llm.decoder, 0
         self.random = np.random.default_rng(0)
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--shapes", default="qwen2.5-0.5b,qwen3-4b")
     parser.add_argument("--formats", default="int8,int4")
+    parser.add_argument("--files", default="", help="GGUF files, in place of shapes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--settings", default="00,01,10,11", help="flash attention, repacked")
@@ -164,18 +175,26 @@ def main() -> None:
     models.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     entries: list[dict[str, Any]] = []
-    for shape, form in product(options.shapes.split(","), options.formats.split(",")):
-        model = _written(python, shape, models, PEERS[form], options.threads)
+    files = [path for path in options.files.split(",") if path]
+    pairs = product(options.shapes.split(","), options.formats.split(","))
+    for shape, form in [(None, path) for path in files] or pairs:
+        if shape is None:
+            model = Path(form)
+            form = model.stem
+        else:
+            model = _written(python, shape, models, PEERS.get(form, form), options.threads)
         for setting in options.settings.split(","):
             entry = _compared(python, model, shape, form, setting, options)
             entries.append(entry)
-            shown = {step: entry[step]["ratio"][clock] for step in STEPS}
-            rounded = {step: round(one, 2) for step, one in shown.items()}
-            print(shape, form, setting, rounded, flush=True)
+            for name in ("ratio", "own_ratio"):
+                shown = {step: entry[step][name][clock] for step in STEPS if name in entry[step]}
+                rounded = {step: round(one, 2) for step, one in shown.items()}
+                print(shape, form, setting, name, rounded, flush=True)
             result = {
                 "command": "python -m onestem_lab.cpu_weights --peer DIR --models FOLDER "
                 f"--shapes {options.shapes} --formats {options.formats} "
-                f"--threads {options.threads} --turns {options.turns} "
+                + (f"--files {','.join(Path(one).name for one in files)} " if files else "")
+                + f"--threads {options.threads} --turns {options.turns} "
                 f"--settings {options.settings}",
                 "machine": machine(),
                 "extension": status().replace(f"{sys.prefix}/", ""),
@@ -204,17 +223,28 @@ def _written(python: Path, shape: str, models: Path, kind: str, threads: int) ->
 
 
 def _compared(
-    python: Path, model: Path, shape: str, form: str, setting: str, options: argparse.Namespace
+    python: Path,
+    model: Path,
+    shape: str | None,
+    form: str,
+    setting: str,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     with ExitStack() as stack:
         flash, extra = map(int, setting)
         theirs = stack.enter_context(peer(python, model, options.threads, flash, extra))
-        ours = Ours(shape, form, options.threads)
+        of_file = form not in PEERS
+        ours = Ours(str(model) if of_file else f"shape:{shape}", None if of_file else form,
+                    options.threads)  # fmt: skip
+        own = None
+        if of_file and shape is not None:
+            own = Ours(f"shape:{shape}", OWN[form], options.threads)
         rates = measure_rates(torch.device("cpu"), torch.bfloat16)
-        seconds: dict[str, list[tuple[list[float], list[float]]]] = {step: [] for step in STEPS}
+        sides = {"ms": ours, "peer_ms": theirs} | ({} if own is None else {"own_ms": own})
+        seconds: dict[str, list[dict[str, list[float]]]] = {step: [] for step in STEPS}
         for _ in range(options.turns):
             for step in STEPS:
-                seconds[step].append((ours.take(step), theirs.take(step)))
+                seconds[step].append({name: side.take(step) for name, side in sides.items()})
             rates = rates.better(measure_rates(torch.device("cpu"), torch.bfloat16))
         entry: dict[str, Any] = {
             "shape": shape,
@@ -232,18 +262,20 @@ def _compared(
         }
     for step, turns in seconds.items():
         entry[step] = {"floor_ms": 1e3 * _floor(step, entry, ours)}
-        for name, side in (("ms", 0), ("peer_ms", 1)):
+        for name in sides:
             entry[step][name] = {
                 clock: {
-                    "median": 1e3 * statistics.median(turn[side][i] for turn in turns),
-                    "least": 1e3 * min(turn[side][i] for turn in turns),
+                    "median": 1e3 * statistics.median(turn[name][i] for turn in turns),
+                    "least": 1e3 * min(turn[name][i] for turn in turns),
                 }
                 for i, clock in enumerate(CLOCKS)
             }
-        entry[step]["ratio"] = {
-            clock: statistics.median(theirs[i] / mine[i] for mine, theirs in turns)
-            for i, clock in enumerate(CLOCKS)
-        }
+        for name, other in (("ratio", "peer_ms"), ("own_ratio", "own_ms")):
+            if other in sides:
+                entry[step][name] = {
+                    clock: statistics.median(turn[other][i] / turn["ms"][i] for turn in turns)
+                    for i, clock in enumerate(CLOCKS)
+                }
     return entry
 
 
@@ -258,7 +290,7 @@ def _floor(step: str, entry: dict[str, Any], ours: Ours) -> float:
     config = ours.decoder.config
     head = config.vocab_size * config.hidden_size
     layers = ours.decoder.num_parameters - head
-    in_bytes = entry["format"] == "int8" or chosen_isa() == "avx512_bf16"
+    in_bytes = entry["format"] in ("int8", "q8_0") or chosen_isa() == "avx512_bf16"
     rate = entry["bfloat16_flops_per_s"] * (2 if in_bytes else 1)
     flops = 2.0 * int(count) * layers + 2.0 * head * (1 if kind == "prefill" else int(count))
     return max(entry["weight_bytes"] / entry["memory_bytes_per_s"], flops / rate)

@@ -128,7 +128,7 @@ def measured(
     with ExitStack() as stack:
         benches = {
             name: stack.enter_context(
-                Bench(job, options.environments, options.work / name, options.timeout)
+                Bench(job, options.environments, options.work / _folder(name), options.timeout)
             )
             for name, job in jobs.items()
         }
@@ -141,6 +141,11 @@ def measured(
                 if (first := benches[GIVEN].first_answers) is not None:
                     benches[ORDERED].first_answers = [first[index] for index in order]
     return runs
+
+
+def _folder(name: str) -> str:
+    """Without blanks: a compiler's command line with them fails."""
+    return name.replace(" ", "-")
 
 
 if __name__ == "__main__":
