@@ -4,7 +4,7 @@
 |---|---|---|
 | `Channels`, float8 | rows rounded to float8, Triton up to `FLOAT8_ROWS` rows, above it `torch._scaled_mm` with a scale per row and channel (bfloat16, from compute capability 8.9 on) | in the model's dtype |
 | `Channels`, int8 | rows rounded to int8, Triton | rows rounded to int8, `onestem.ops.cpu.linear` |
-| `Groups` | Triton up to `GROUPS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | whole numbers through `onestem.ops.cpu.linear` (16-bit dtypes); float8 in the model's dtype |
+| `Groups` | Triton up to `GROUPS_ROWS` or `MINIMUMS_ROWS` rows, above it the weight is written out and multiplied by cuBLAS (16-bit dtypes) | whole numbers through `onestem.ops.cpu.linear` (16-bit dtypes); float8 in the model's dtype |
 
 Those in Triton are in `onestem.ops.triton.tiled` and `tiled_groups`.
 
@@ -61,8 +61,8 @@ __all__ = [
 ]
 
 # Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
-# written out for it.
-FLOAT8_ROWS, GROUPS_ROWS = 32, 256
+# written out for it: earlier those with minimums or scales in two levels, which cost more.
+FLOAT8_ROWS, GROUPS_ROWS, MINIMUMS_ROWS = 32, 256, 128
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,8 @@ class GpuGroups(_Quantized):
 
         super().__init__(weight, bias, target)
         self.order = weight.order
-        self.most = GROUPS_ROWS
+        costs_more = weight.minimums is not None or isinstance(weight.scales, Levels)
+        self.most = MINIMUMS_ROWS if costs_more else GROUPS_ROWS
         numbers = weight.scales, weight.zeros, weight.minimums
         self.packed = TiledGroups.of(
             weight.codes, *numbers, weight.group, weight.bits, weight.table
