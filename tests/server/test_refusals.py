@@ -134,7 +134,7 @@ def test_unknown_names_are_404(embedded):
 
 def test_routes_of_vllm_are_told_the_way_out(embedded):
     with embedded.http() as http:
-        for path in ("embeddings", "responses"):
+        for path in ("embeddings", "rerank"):
             answer = http.post(f"/v1/{path}", json={})
             assert answer.status_code == 404
             assert f"there is no POST /v1/{path} (vLLM's): " in answer.json()["error"]["message"]
