@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
 __all__ = ["save", "svg_text"]
 
-SAME = {"svg.hashsalt": "onestem"}
+# Any: matplotlib declares each name, in some versions.
+SAME: dict[Any, Any] = {"svg.hashsalt": "onestem"}
 
 
 def save(figure: Figure, out: Path) -> None:
