@@ -5,22 +5,19 @@ Whole answers and streams are written from the same blocks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from onestem.openai.forms import AnswerReader, Reading
+from onestem.openai.write import compact_json
 
 __all__ = ["Block", "Blocks", "News", "named_event"]
-
-# Characters above ASCII are escaped: no reader can take one for a line end.
-_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def named_event(value: Mapping[str, Any]) -> str:
     """One server-sent event, named by its type."""
-    return f"event: {value['type']}\ndata: {_json(value)}\n\n"
+    return f"event: {value['type']}\ndata: {compact_json(value)}\n\n"
 
 
 Kind = Literal["reasoning", "text", "call"]

@@ -288,8 +288,7 @@ class Builder:
 
     def expert(self, weights: ExpertWeights, index: int, ranks: Ranks) -> Projection:
         """One expert's product. If it is not quantised, its weight is a view of all experts'."""
-        bias = None if weights.bias is None else weights.bias[index]
-        return projection(weights.each[index], bias, None, self.target, ranks)
+        return projection(weights.each[index], weights.bias_of(index), None, self.target, ranks)
 
     def note_experts(
         self, specs: ByRole, products: Sequence[tuple[Projection, Projection]]

@@ -21,6 +21,7 @@ __all__ = [
     "NotANumberError",
     "ResponseFormat",
     "answer_body",
+    "compact_json",
     "message_of",
     "scores_body",
 ]
@@ -32,7 +33,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
 TokenBytes = Callable[[int], bytes] | None
 
 # Characters above ASCII are escaped: no reader can take one for a line end.
-_json = json.JSONEncoder(separators=(",", ":")).encode
+compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +423,7 @@ class Chunks:
             "created": created,
             "model": form.model,
         }
-        self._head = f'data: {_json(head)[:-1]},"choices":['
+        self._head = f'data: {compact_json(head)[:-1]},"choices":['
         self._end = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
@@ -452,12 +453,14 @@ class Chunks:
             mark = "\0"
             empty = CompletionOutput(index=0, text="", token_ids=[0])
             like = _Said(mark) if said.text else _Said(reasoning=mark)
-            around = self._around[not said.text] = self._written(0, empty, like).split(_json(mark))
-        return _json(told).join(around).encode()
+            around = self._around[not said.text] = self._written(0, empty, like).split(
+                compact_json(mark)
+            )
+        return compact_json(told).join(around).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event, with the usage, if it was asked for."""
-        return f'{self._head}],"usage":{_json(usage)}}}\n\n'.encode()
+        return f'{self._head}],"usage":{compact_json(usage)}}}\n\n'.encode()
 
     def _event(self, part: int, piece: CompletionOutput) -> str:
         reading, said = self._form.reading, _Said(piece.text)
@@ -487,7 +490,7 @@ class Chunks:
         ids = of_chat = ""
         if form.return_token_ids:
             ids = f',"token_ids":[{",".join(map(str, piece.token_ids))}]'
-            prompt = f',"prompt_token_ids":{_json([*self._prompts[part]])}' if first else ""
+            prompt = f',"prompt_token_ids":{compact_json([*self._prompts[part]])}' if first else ""
             ids, of_chat = (ids, prompt) if self._is_chat else (ids + prompt, "")
         return (
             f'{self._head}{{"index":{index},{choice}{news},"finish_reason":{reason}{ids}}}]'
@@ -514,23 +517,23 @@ class Chunks:
                 call["function"]["arguments"] += event.arguments
             said.text += event.text
             said.reasoning += event.reasoning
-        said.calls = _json(list(calls.values())) if calls else ""
+        said.calls = compact_json(list(calls.values())) if calls else ""
         return said
 
     def _chat(self, piece: CompletionOutput, first: bool, said: _Said) -> str:
         fields = ['"role":"assistant"'] if first else []
         if said.reasoning:
-            thought = _json(said.reasoning)
+            thought = compact_json(said.reasoning)
             fields.append(f'"reasoning_content":{thought},"reasoning":{thought}')
         if said.text or (first and not said.calls and not said.reasoning):
-            fields.append(f'"content":{_json(said.text)}')
+            fields.append(f'"content":{compact_json(said.text)}')
         elif said.calls:
             fields.append('"content":null')
         if said.calls:
             fields.append(f'"tool_calls":{said.calls}')
         logprobs = "null"
         if self._form.logprobs is not None:
-            logprobs = _json(_chat_logprobs(piece, self._form))
+            logprobs = compact_json(_chat_logprobs(piece, self._form))
         return f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs}'
 
     def _completion(self, piece: CompletionOutput, index: int, text: str) -> str:
@@ -539,5 +542,5 @@ class Chunks:
             if index not in self._offsets:
                 self._offsets[index] = _TextOffsets(self._form, self._prompts[index // self._n])
             offsets = self._offsets[index]
-            logprobs = _json(_completion_logprobs(piece, self._form, offsets))
-        return f'"text":{_json(text)},"logprobs":{logprobs}'
+            logprobs = compact_json(_completion_logprobs(piece, self._form, offsets))
+        return f'"text":{compact_json(text)},"logprobs":{logprobs}'

@@ -80,18 +80,13 @@ class Levels:
     supers: Tensor
     each: int
 
-    @property
-    def shape(self) -> torch.Size:
-        """`[out_features, num_groups]`."""
-        return self.parts.shape
-
     def float(self) -> Tensor:
         """float32 `[out_features, num_groups]`."""
         return self.parts.float() * self.supers.float().repeat_interleave(self.each, dim=1)
 
-    def rows(self, at: Tensor) -> Levels:
-        """The rows `at` (int64)."""
-        return replace(self, parts=self.parts[at], supers=self.supers[at])
+    def by_rows(self, change: Callable[[Tensor], Tensor]) -> Levels:
+        """With both levels changed, each of which has a row for each output."""
+        return replace(self, parts=change(self.parts), supers=change(self.supers))
 
     def columns(self, at: Tensor) -> Levels:
         """The groups `at` (int64)."""
@@ -149,30 +144,23 @@ class Groups:
 
     def rows(self, at: Tensor) -> Groups:
         """The rows `at` (int64)."""
-        return replace(self, codes=self.codes[at], **self._of_groups(lambda one: ordered(one, at)))
+        return self._by_rows(lambda one: one[at])
 
     def to(self, device: torch.device) -> Groups:
         """The same on a device."""
-
-        def moved(one: Any) -> Any:
-            if isinstance(one, Levels):
-                return replace(one, parts=moved(one.parts), supers=moved(one.supers))
-            return one.to(device)
-
-        return replace(self, codes=moved(self.codes), **self._of_groups(moved))
+        return self._by_rows(lambda one: one.to(device))
 
     def filled(self, rows: int) -> Groups:
         """With rows that are 0 at the end, so that there are `rows`."""
         lacking = rows - len(self.codes)
-        if not lacking:
-            return self
+        return self._by_rows(lambda one: F.pad(one, (0, 0, 0, lacking))) if lacking else self
 
-        def fill(one: Any) -> Any:
-            if isinstance(one, Levels):
-                return replace(one, parts=fill(one.parts), supers=fill(one.supers))
-            return F.pad(one, (0, 0, 0, lacking))
-
-        return replace(self, codes=fill(self.codes), **self._of_groups(fill))
+    def _by_rows(self, change: Callable[[Tensor], Tensor]) -> Groups:
+        """With all tensors changed, each of which has a row for each output."""
+        of_groups = self._of_groups(
+            lambda one: one.by_rows(change) if isinstance(one, Levels) else change(one)
+        )
+        return replace(self, codes=change(self.codes), **of_groups)
 
     def columns(self, at: Tensor) -> dict[str, Any]:
         """Scales, zero points and minimums of the groups `at` (int64), by the fields' names."""
@@ -219,8 +207,8 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight if isinstance(weight, Tensor) else weight.dense()).to(dtype)
 
 
-def ordered(weight: Any, at: Tensor) -> Any:
-    """The rows `at` (int64) of a `Weight`, or of numbers of its groups."""
+def ordered(weight: Weight, at: Tensor) -> Weight:
+    """The weight's rows `at` (int64)."""
     return weight[at] if isinstance(weight, Tensor) else weight.rows(at)
 
 

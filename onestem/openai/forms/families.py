@@ -52,7 +52,7 @@ _NAME = r'\{\s*"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)+)"\s*,\s*"(?:arguments|para
 _WORD = r"(?P<name>[\w.-]+)"
 
 
-def _list(name: str, begin: str, closing: str, **more: object) -> Form:
+def _list(name: str, begin: str, **more: object) -> Form:
     """A JSON list of calls after a mark."""
     mark = begin.rstrip(" [")
     return Form(
@@ -64,10 +64,10 @@ def _list(name: str, begin: str, closing: str, **more: object) -> Form:
         middle='", "arguments": ',
         closing="}",
         separator=", ",
-        section=(begin, "]" + closing),
+        section=(begin, "]"),
         again=",",
         item=re.compile(r"\s*" + _NAME),
-        close="]" + closing,
+        close="]",
         **more,  # type: ignore[arg-type]
     )
 
@@ -144,7 +144,7 @@ LLAMA = Form(
     item=re.compile(r"\s*" + _NAME),
     silent="<|python_tag|>",
 )
-MISTRAL = _list("mistral", "[TOOL_CALLS] [", "", marks=("[TOOL_CALLS]",), id_length=9)
+MISTRAL = _list("mistral", "[TOOL_CALLS] [", marks=("[TOOL_CALLS]",), id_length=9)
 MISTRAL_ARGS = Form(
     name="mistral-args",
     begin="[TOOL_CALLS]",
@@ -214,8 +214,8 @@ KIMI = Form(
     ),
     dropped=_SECTION,
 )  # fmt: skip
-GRANITE = _list("granite3", "<|tool_call|>[", "", marks=("<|tool_call|>",))
-PHI = _list("phi4-mini", "functools[", "")
+GRANITE = _list("granite3", "<|tool_call|>[", marks=("<|tool_call|>",))
+PHI = _list("phi4-mini", "functools[")
 PHI_MARKED = Form(
     name="phi4-marked",
     begin="<|tool_call|>",

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 from onestem.errors import RequestError, UnsupportedError
 from onestem.openai.forms.form import Channels, Form, Reasoning
-from onestem.openai.forms.values import Piece, arguments_format, const, sequence, tag
+from onestem.openai.forms.values import (
+    Piece,
+    arguments_format,
+    choice,
+    const,
+    listed_values,
+    sequence,
+    tag,
+)
 from onestem.request import whitespace_of
 
 __all__ = ["CheckSchema", "TokenOf", "Tools", "held_to"]
@@ -55,8 +63,8 @@ def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_text(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(listed, list) and listed:
+    listed = listed_values(schema)
+    if listed is not None:
         return all(isinstance(one, str) for one in listed)
     return schema.get("type") == "string"
 
@@ -92,12 +100,12 @@ def held_to(
         if form.reasoning is not None:
             calls = writer.behind_reasoning(required, opened)
     elif answer is not None:
-        calls = _either(required, answer)
+        calls = choice(required, answer)
     else:
         calls = writer.free(opened)
     silent = token_of(form.silent) if form.silent else None
     if silent is not None:
-        calls = _either(sequence(const(silent), required), calls)
+        calls = choice(sequence(const(silent), required), calls)
     return _made(calls)
 
 
@@ -188,14 +196,14 @@ class _Writer:
         reasoning = form.reasoning
         if reasoning is None or self._tokens.keys().isdisjoint(form.reasoning_marks):
             return text  # which may have reasoning in it
-        return _either(text, sequence(self._thought(reasoning, opened), text))
+        return choice(text, sequence(self._thought(reasoning, opened), text))
 
     def behind_reasoning(self, calls: JsonObject, opened: bool) -> JsonObject:
         """Calls that reasoning may precede; `opened`: its opening is there."""
         assert self._form.reasoning is not None
         thought = self._thought(self._form.reasoning, opened)
         blank = {"type": "regex", "pattern": r"\n{0,2}"}
-        return _either(calls, sequence(thought, blank, calls))
+        return choice(calls, sequence(thought, blank, calls))
 
     def _thought(self, reasoning: Reasoning, opened: bool) -> JsonObject:
         begin = [] if opened else self.pieces(reasoning.open)
@@ -221,11 +229,7 @@ class _Writer:
             header = map(const, self.pieces(channels.text_header))
             last = [*calls, sequence(*header, answer or self._text())]
         thought = tag(self.pieces(channels.reasoning_header), self._text(), [*end, *start])
-        return sequence({"type": "star", "content": thought}, _either(*last))
-
-
-def _either(*elements: JsonObject) -> JsonObject:
-    return {"type": "or", "elements": list(elements)}
+        return sequence({"type": "star", "content": thought}, choice(*last))
 
 
 def _separated(separator: str, tags: Sequence[JsonObject]) -> JsonObject:

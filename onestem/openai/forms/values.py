@@ -8,7 +8,7 @@ from typing import Any
 
 from onestem.openai.forms.form import Braces, Fields
 
-__all__ = ["Piece", "arguments_format", "const", "sequence", "tag"]
+__all__ = ["Piece", "arguments_format", "choice", "const", "listed_values", "sequence", "tag"]
 
 JsonObject = dict[str, Any]
 Piece = str | int  # a text, or a control token's id
@@ -64,7 +64,8 @@ def _json(schema: Any, name: str, root: Mapping[str, Any] | None = None) -> Json
     return {"type": "json_schema", "json_schema": schema, "whitespace": "spaced", "name": name}
 
 
-def _choice(*elements: JsonObject) -> JsonObject:
+def choice(*elements: JsonObject) -> JsonObject:
+    """One of the formats."""
     return {"type": "or", "elements": list(elements)} if len(elements) > 1 else elements[0]
 
 
@@ -72,7 +73,7 @@ def _optional(content: JsonObject) -> JsonObject:
     return {"type": "optional", "content": content}
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """The only values that a schema has; None: it does not list them."""
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return listed if isinstance(listed, list) and listed else None
@@ -110,10 +111,10 @@ def _field_value(
 ) -> JsonObject:
     if not isinstance(schema, Mapping):
         return _text(after)
-    listed = _listed(schema)
+    listed = listed_values(schema)
     if listed is not None:
         texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
-        return _choice(*map(const, texts))
+        return choice(*map(const, texts))
     kind = schema.get("type")
     if kind == "string":
         return _text(after, schema.get("maxLength"))
@@ -144,9 +145,9 @@ class _Braced:
         """The format of a value."""
         if not isinstance(schema, Mapping):
             return self._any(depth)
-        listed = _listed(schema)
+        listed = listed_values(schema)
         if listed is not None:
-            return _choice(*map(self._const, listed))
+            return choice(*map(self._const, listed))
         kind = schema.get("type")
         if kind == "string":
             return self._quoted(schema.get("maxLength"))
@@ -173,7 +174,7 @@ class _Braced:
         later: JsonObject = const("")
         for pair, is_needed in reversed(pairs):
             begun, further = sequence(pair, later), sequence(const(","), pair)
-            first = begun if is_needed else _choice(begun, first)
+            first = begun if is_needed else choice(begun, first)
             later = sequence(further if is_needed else _optional(further), later)
         return sequence(const("{"), first, const("}"))
 
@@ -192,7 +193,7 @@ class _Braced:
     def _any(self, depth: int, kind: Any = None) -> JsonObject:
         """Any value, three levels deep."""
         plain = {"type": "regex", "pattern": r"-?[0-9]{1,15}(\.[0-9]{1,15})?|true|false|null"}
-        simple = _choice(plain, self._quoted())
+        simple = choice(plain, self._quoted())
         if depth > 2:
             return simple
         inner = self._any(depth + 1)
@@ -202,4 +203,4 @@ class _Braced:
         whole = sequence(const("{"), _optional(sequence(pair, more)), const("}"))
         if kind == "object" or depth == 0:
             return whole
-        return _choice(simple, whole, self._list(inner))
+        return choice(simple, whole, self._list(inner))
