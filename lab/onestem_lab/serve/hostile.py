@@ -16,12 +16,12 @@ same texts, token ids, finish reasons and choices, and log-probabilities within 
 answer that goes another way from some token on counts as `drawn otherwise`, not as wrong, unless
 --strict.
 
-In the first half of the run the server is ended every --restart-every seconds (SIGTERM, SIGKILL,
+In the first third of the run the server is ended every --restart-every seconds (SIGTERM, SIGKILL,
 SIGINT, SIGKILL of the engine alone, in turn) and started again. What is cut then is counted as
 `cut`, not as a failure. Batches go on all the time and must end whole: each line once, in the
-input's order, with the right answer, also those without a seed. In the second half the server lives
-on: of a life of --judge-memory-after minutes or more, memory in the last quarter must be what it
-was in the second, within 5% or 32 MiB (the larger; 256 MiB for grammar compilers).
+input's order, with the right answer, also those without a seed. Then the server lives on: of a
+life of --judge-memory-after minutes or more, memory in the last quarter must be what it was in the
+second, within 5% or 32 MiB (the larger; 256 MiB for grammar compilers).
 
 Attackers come and go by windows of --window seconds: schemas that take the compiler long, texts
 and bodies that are slow to read, many log-probabilities. Another key's plain requests and small
@@ -106,7 +106,7 @@ def _options() -> argparse.Namespace:
         type=float,
         default=180.0,
         metavar="SECONDS",
-        help="end the server so often in the first half of the run; 0: never",
+        help="end the server so often in the first third of the run; 0: never",
     )
     parser.add_argument(
         "--attackers", type=int, default=3, help="clients that do nothing else; 0: none"

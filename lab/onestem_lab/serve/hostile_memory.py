@@ -87,9 +87,9 @@ def memory_of(engine: int) -> Json:
 def growth(looks: Sequence[Mapping[str, Any]], kv_bytes: int, least_seconds: float) -> Json:
     """How each process has grown in its longest life, between two ends of it.
 
-    What has a bound of its own is taken from an engine's memory, each at its most so far: KV
-    memory, whose pages come as they are touched for the first time, and compiled grammars, whose
-    memory stays in the heap when they are forgotten.
+    What an engine has grown by is `explained` as far as what has a bound of its own has grown,
+    each at its most so far: KV memory, whose pages come as they are touched for the first time,
+    and compiled grammars, whose memory stays in the heap when they are forgotten.
 
     Args:
         looks: each with `at` (seconds), what `memory_of` says, `kv_taken` (0 to 1) and
@@ -99,7 +99,8 @@ def growth(looks: Sequence[Mapping[str, Any]], kv_bytes: int, least_seconds: flo
 
     Returns:
         For each of `PROCESSES`: `seconds` of the life, medians of its `quarters`, the `peak`, all
-        in bytes, `growth` from the second quarter to the last, and `flat` (None: not judged).
+        in bytes, `growth` from the second quarter to the last, the bytes of it that are
+        `explained`, and `flat` for the rest of it (None: not judged).
     """
     return {name: _growth(name, looks, kv_bytes, least_seconds) for name in PROCESSES}
 
@@ -109,28 +110,33 @@ def _growth(
 ) -> Json:
     life = _longest_life(looks, "server_pid" if name == "server" else "engine_pid")
     bytes_of = [int(look[f"{name}_rss"]) for look in life]
-    if name == "engine":
-        for bounded in (
-            [look["kv_taken"] * kv_bytes for look in life],
-            [look["grammar_bytes"] for look in life],
-        ):
-            most = itertools.accumulate(bounded, max)
-            bytes_of = [rest - int(part) for rest, part in zip(bytes_of, most, strict=True)]
     seconds = life[-1]["at"] - life[0]["at"]
     if len(life) < 4:
         return {"seconds": seconds, "peak": max(bytes_of), "flat": None}
-    cuts = [len(life) * quarter // 4 for quarter in range(5)]
-    quarters = [statistics.median(bytes_of[a:b]) for a, b in itertools.pairwise(cuts)]
+    quarters = _medians(bytes_of)
     grown = quarters[3] - quarters[1]
+    explained = 0
+    if name == "engine":
+        for bounded in ([look["kv_taken"] * kv_bytes for look in life],
+                        [look["grammar_bytes"] for look in life]):  # fmt: skip
+            most = _medians(list(itertools.accumulate(bounded, max)))
+            explained += int(most[3] - most[1])
     least = MOST_GROWN_CHILDREN if name == "children" else MOST_GROWN_BYTES
-    flat = grown <= max(quarters[1] * MOST_GROWTH, least)
+    flat = grown - explained <= max(quarters[1] * MOST_GROWTH, least)
     return {
         "seconds": round(seconds, 1),
         "quarters": quarters,
         "peak": max(bytes_of),
         "growth": round(grown / quarters[1], 4) if quarters[1] else None,
+        "explained": explained,
         "flat": flat if seconds >= least_seconds else None,
     }
+
+
+def _medians(values: Sequence[float]) -> list[float]:
+    """Of each quarter."""
+    cuts = [len(values) * quarter // 4 for quarter in range(5)]
+    return [statistics.median(values[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 def _longest_life(looks: Sequence[Mapping[str, Any]], pid: str) -> list[Mapping[str, Any]]:

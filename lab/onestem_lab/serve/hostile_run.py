@@ -38,7 +38,7 @@ Action = Callable[[Hand], Awaitable[None]]
 
 LOOK_SECONDS = 5.0
 MOST_LOOKS = 120  # that are written down
-RESTARTS_UNTIL = 0.5  # of the run; the rest is one life, over which memory must stay
+RESTARTS_UNTIL = 1 / 3  # of the run; the rest is one life, over which memory must stay
 LULL_SECONDS = 20.0  # at most, in which clients wait until a batch is under way
 
 
