@@ -140,6 +140,9 @@ class Message(_Sent):
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    provider_specific_fields: dict[str, Any] | None = None
+    """A label: LiteLLM has it in each answer that it gives."""
+
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
         for field in ("tool_calls", "reasoning_content", "reasoning"):

@@ -69,7 +69,8 @@ def test_a_loop_of_tools_with_two_parallel_calls(client, two_calls):
         assert call.type == "function"
         assert list(arguments) == [{"get_weather": "city", "height": "tower"}[call.function.name]]
     results = [{"role": "tool", "tool_call_id": call.id, "content": "Sunny."} for call in calls]
-    for dumped in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+    of_litellm = {**message.model_dump(), "provider_specific_fields": {"refusal": None}}
+    for dumped in (message, of_litellm, message.model_dump(exclude_none=True)):
         then = client.chat.completions.create(
             **ASKED, messages=[*ASK, dumped, *results], tool_choice="none", seed=1
         )

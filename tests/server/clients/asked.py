@@ -1,0 +1,25 @@
+"""What all clients ask."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel
+
+URL = os.environ["ONESTEM_URL"]
+# The same API on a model whose template opens each answer with reasoning.
+THINKS = os.environ["ONESTEM_THINKS_URL"]
+USER = "Is it warm in Rome?"
+CITIES = ("Paris", "Rome")
+City = Literal["Paris", "Rome"]
+
+
+class Answer(BaseModel):
+    yes: bool
+    city: City
+
+
+def is_warm(city: City) -> str:
+    """Whether a city is warm."""
+    return f"{city} is warm."
