@@ -26,7 +26,7 @@ from onestem.batch.lines import Seen
 from onestem.batch.results import result_id
 from onestem.batch.spool import NO_REQUEST, CompilePml, Tokenizer, spool_facts
 from onestem.batch.workplace import Workplace
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.errors import OnestemError, RequestError
 from onestem.openai.read import Prompt, unknown_model
 from onestem.planner import Prompts
@@ -203,7 +203,7 @@ class _FirstPass:
         try:
             held = guarded(request.asked.held)
             form, token_of = tokenizer.tool_form, tokenizer.control_token
-            asked = held(form, token_of, check_schema, opened=opened)
+            asked = held(form, token_of, held_schema, opened=opened)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked), ids

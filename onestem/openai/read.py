@@ -11,7 +11,7 @@ from typing import Any
 
 from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
-from onestem.openai.forms import CheckSchema, Form, Tools, held_to
+from onestem.openai.forms import Form, HoldSchema, Tools, held_to
 from onestem.openai.rank import Ranking
 from onestem.openai.schema import (
     FIELDS,
@@ -216,7 +216,7 @@ class Asked:
         self,
         form: Form | None,
         token_of: Callable[[str], int | None],
-        check_schema: CheckSchema,
+        hold_schema: HoldSchema,
         *,
         opened: Callable[[], bool] = lambda: False,
     ) -> Asked:
@@ -226,7 +226,7 @@ class Asked:
         Args:
             form: how the model writes calls and reasoning.
             token_of: the id of a control token; None for other texts.
-            check_schema: the grammar compiler's check.
+            hold_schema: of the grammar compiler.
             opened: whether the prompt ends inside reasoning.
 
         Raises:
@@ -236,7 +236,7 @@ class Asked:
         if tools is None:
             held = reasoning_fields(self.sampling, form, token_of) if self.has_messages else {}
         else:
-            held = calls_fields(tools, self.params, form, token_of, check_schema, opened)
+            held = calls_fields(tools, self.params, form, token_of, hold_schema, opened)
         if not held:
             return self if tools is self.tools else replace(self, tools=tools)
         sampling = {
@@ -268,7 +268,7 @@ def calls_fields(
     params: SamplingParams,
     form: Form | None,
     token_of: Callable[[str], int | None],
-    check_schema: CheckSchema,
+    hold_schema: HoldSchema,
     opened: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The sampling fields that hold an answer's calls to their schemas; other arguments are those
@@ -281,7 +281,7 @@ def calls_fields(
     if params.choices is not None:
         raise RequestError("choices and tools: give one of them")
     is_opened = form.reasoning is not None and opened()
-    held = held_to(form, tools, params.response_format, token_of, check_schema, opened=is_opened)
+    held = held_to(form, tools, params.response_format, token_of, hold_schema, opened=is_opened)
     fields: dict[str, Any] = {"response_format": held}
     if any(token_of(mark) is not None for mark in (*form.marks, *form.reasoning_marks)):
         fields["skip_special_tokens"] = False  # no others are sampled

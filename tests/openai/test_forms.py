@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from onestem.engine.grammar.compiler import GrammarCompiler
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.openai.forms import FORMS, AnswerReader, Form, ReadAnswer, Reading, Tools, held_to
 from onestem.openai.forms import families as forms
@@ -268,7 +268,7 @@ def test_the_grammar_admits_what_the_form_writes(compilers, kind, form, text, ca
 
     def held(mode: str, form: Form = form, **how: bool):
         tools = Tools(mode=mode, allowed=TOOLS)  # type: ignore[arg-type]
-        return held_to(form, tools, None, tokenizer.control_token, check_schema, **how)
+        return held_to(form, tools, None, tokenizer.control_token, held_schema, **how)
 
     required = held("required")
     assert refused(tokenizer, compiler, required, text) == ""
@@ -305,7 +305,7 @@ def test_the_grammar_admits_what_the_form_writes(compilers, kind, form, text, ca
 def test_values_without_json_are_held_to_their_schemas_too(compilers, form, good, bad):
     tokenizer, compiler = compilers["text"]
     tools = Tools(mode="required", allowed=TOOLS)
-    tag = held_to(form, tools, None, tokenizer.control_token, check_schema)
+    tag = held_to(form, tools, None, tokenizer.control_token, held_schema)
     text = next(text for one, text, _ in WRITTEN if one == form)
     if good not in text:
         text = {
@@ -337,7 +337,7 @@ def test_lengths_and_references_hold_in_every_syntax(compilers):
             "</parameter>\n</function>\n</tool_call>",
         ),
     ):
-        tag = held_to(form, tools, None, tokenizer.control_token, check_schema)
+        tag = held_to(form, tools, None, tokenizer.control_token, held_schema)
         assert refused(tokenizer, compiler, tag, text) == ""
         assert refused(tokenizer, compiler, tag, text.replace("abc", "abcd")) != ""
         assert refused(tokenizer, compiler, tag, text.replace("1", "3")) != ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onestem import LLM, SamplingParams
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.chat import ChatTemplate
 from onestem.errors import RequestError
 from onestem.openai.forms import ReadAnswer, Reading
@@ -237,7 +237,7 @@ def test_what_clients_send_is_taken():
     assert [one["tool_call_id"], two["tool_call_id"]] == ids
     assert len(set(ids)) == 2
     assert (one["content"], two["content"]) == ("one", "")
-    held = asked.held(template_of("plain").form, lambda name: None, check_schema)
+    held = asked.held(template_of("plain").form, lambda name: None, held_schema)
     assert held.params.response_format["type"] == "structural_tag"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from onestem.batch.first_pass import NO_TOKENIZER
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ async def _held(
         ids = _chat_ids(tokenizer, asked.prompts[0], prefix)
         return tokenizer.is_reasoning(ids)
 
-    held = partial(asked.held, form, token_of, check_schema, opened=opened)
+    held = partial(asked.held, form, token_of, held_schema, opened=opened)
     return (held() if asked.tools is None else await model.in_thread(held)), ids
 
 
