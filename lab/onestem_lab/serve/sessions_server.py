@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Told:
         prompt, answer: token ids; the answer's as they were sampled.
         prefilled: tokens at the prompt's end that later prompts do not have there.
         cached, computed: tokens of the prompt.
-        begun, ended: seconds, by the engine's clock.
+        begun, ended: seconds of `time.monotonic()`: when its prompt was looked for in the cache,
+            and when its answer was whole.
     """
 
     request_id: str
@@ -96,11 +98,15 @@ def load(options: EngineOptions) -> Engine:
     from onestem.server.link.worker import load as load_engine
 
     engine = load_engine(options)
-    factory, requests = engine.requests.factory, {}
+    factory = engine.requests.factory
+    requests: dict[str, Request] = {}
+    begun: dict[str, float] = {}
     scripts = dict(enumerate(json.loads(Path(os.environ[SCRIPTS]).read_text())))
     own, add, step = factory._grammar_of, engine.add_request, engine.step_news
 
     def scripted(state: Any) -> Any:
+        # With room for all, a request that is opened is admitted at once.
+        begun[state.request.request_id] = time.monotonic()
         ids = scripts.get(state.request.params.seed)
         grammar = own(state)
         if not ids:
@@ -117,7 +123,7 @@ def load(options: EngineOptions) -> Engine:
             for output in outputs:
                 request = requests.pop(output.request_id, None)
                 if request is not None and output.finished:
-                    pickle.dump(_told(request, output), file)
+                    pickle.dump(_told(request, output, begun.pop(request.request_id)), file)
         return outputs, going_on
 
     factory._grammar_of = scripted  # type: ignore[method-assign]
@@ -126,7 +132,7 @@ def load(options: EngineOptions) -> Engine:
     return engine
 
 
-def _told(request: Request, output: Any) -> Told:
+def _told(request: Request, output: Any, begun: float) -> Told:
     metrics, (answer,) = output.metrics, output.outputs
     return Told(
         request.request_id,
@@ -135,7 +141,7 @@ def _told(request: Request, output: Any) -> Told:
         request.prefilled_tokens,
         metrics.num_cached_tokens,
         metrics.num_computed_tokens,
-        metrics.first_scheduled_time or metrics.arrival_time,
+        begun,
         metrics.finished_time or 0.0,
     )
 
