@@ -6,7 +6,7 @@ Whole answers and streams are written from the same blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add
 from typing import Any, Literal
 
@@ -54,15 +54,20 @@ class Block:
 
     Attributes:
         index: its place in the answer.
-        text: what has come of it; of a call: its arguments.
+        parts: of its text, as they came.
         name, call_id: of a call: its function, and its id.
     """
 
     kind: Kind
     index: int
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     name: str = ""
     call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """What has come of it; of a call: its arguments."""
+        return "".join(self.parts)
 
 
 News = tuple[Literal["begin", "more", "end"], Block, str]  # with the text that is new
@@ -117,7 +122,7 @@ class Blocks:
         if self._open is None or self._open.kind != kind:
             self._begin(news, kind)
         assert self._open is not None
-        self._open.text += text
+        self._open.parts.append(text)
         news.append(("more", self._open, text))
 
     def _begin(self, news: list[News], kind: Kind, name: str = "", call_id: str = "") -> None:

@@ -144,7 +144,7 @@ class MessageWriter:
     def _event(self, news: News) -> str:
         what, block, text = news
         if what == "begin":
-            shown = self._block(replace(block, text=""), {})
+            shown = self._block(replace(block, parts=[]), {})
             if block.kind == "reasoning":
                 shown["signature"] = ""
             begin = {"type": "content_block_start", "index": block.index, "content_block": shown}

@@ -435,22 +435,27 @@ class Chunks:
         return "".join([self._event(part, piece) for (part, _), piece in pieces.items()]).encode()
 
     def token(self, token_id: int, text: str) -> bytes:
-        """The event of one further token of a call's only sequence. Only its text is formatted,
-        where that is given out as it is. Empty: there is nothing to show."""
-        form = self._form
-        mode: Mode | None = "text"
-        if form.reading is not None:
-            reader = self._readers.get(0)
-            mode = None if reader is None else reader.plain(text)
-        if mode is None or form.return_token_ids or not text:
+        """The event of one further token of a call's only sequence. Only what it says is formatted,
+        where that is text or reasoning. Empty: there is nothing to show."""
+        reading, told = self._form.reading, text
+        if self._form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
+        mode: Mode = "text"
+        if reading is not None:
+            said = self._read(reading, 0, text, False)
+            if said.calls or (said.text and said.reasoning):
+                empty = CompletionOutput(index=0, text="", token_ids=[])
+                return self._written(0, empty, said).encode()
+            told, mode = said.text or said.reasoning, "thought" if said.reasoning else "text"
+        if not told:
+            return b""
         around = self._around.get(mode)
         if around is None:
             mark = "\0"
             like = _Said(reasoning=mark) if mode == "thought" else _Said(mark)
             empty = CompletionOutput(index=0, text="", token_ids=[0])
             around = self._around[mode] = self._written(0, empty, like).split(compact_json(mark))
-        return compact_json(text).join(around).encode()
+        return compact_json(told).join(around).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event, with the usage, if it was asked for."""

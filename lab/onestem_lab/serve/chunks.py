@@ -1,4 +1,4 @@
-"""What a chunk of a stream costs the HTTP process: chunks per second of its own CPU time.
+"""What a chunk of a stream, and a first token, cost the HTTP process in CPU time.
 
     python -m onestem_lab.serve.chunks [--streams 64] [--seconds 5] [--rounds 5] [--before DIR]
         [--kinds chat,completion]
@@ -9,7 +9,8 @@ that each token is a chunk. CPU seconds are those of the HTTP process alone, so 
 machine does hardly matters. `tools`: a chat whose answers are read for calls (asked: 0.8 of a
 plain chat's chunks); `messages`, `responses`: the same through the other APIs. `--before`: a
 clone at another version, which may lack some kinds; both run in turns, and medians are compared.
-Written to lab/results/serve-chunks.json.
+First tokens are those of requests one after the other, each of which is left there. Written to
+lab/results/serve-chunks.json.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +48,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("messages", {"messages": USER, "tools": [TOOL]}),
     "responses": ("responses", {"input": "Hello", "tools": [{"type": "function", **FUNCTION}]}),
 }
+WHAT = ("chunks per CPU second", "CPU ms of a first token")
+REQUESTS = 100
+Found = dict[str, dict[str, dict[str, list[float]]]]
 PACE = 7000  # tokens a second, of all streams: below CHUNKS_PER_SECOND
 
 
@@ -64,43 +69,48 @@ def main() -> None:
         return
     versions = {"now": ROOT} | ({"before": options.before} if options.before else {})
     kinds = options.kinds.split(",")
-    found: dict[str, dict[str, list[float]]] = {
-        name: {kind: [] for kind in kinds} for name in versions
+    found: Found = {
+        name: {what: {kind: [] for kind in kinds} for what in WHAT} for name in versions
     }
     for turn in range(options.rounds):
         for name, folder in versions.items():
             for kind in kinds:
-                each = _measure(folder, kind, options)
-                found[name][kind].append(each)
-                print(f"{turn} {name:6} {kind:10} {each:8.0f} chunks per CPU second", flush=True)
+                for what, each in zip(WHAT, _measure(folder, kind, options), strict=True):
+                    found[name][what][kind].append(each)
+                    print(f"{turn} {name:6} {kind:10} {each:9.2f} {what}", flush=True)
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.serve.chunks --streams {options.streams} "
         f"--seconds {options.seconds:g} --rounds {options.rounds} --kinds {options.kinds}",
         "machine": machine(),
-        "chunks_per_cpu_second": {
-            name: {kind: {"median": median(all_), "all": all_} for kind, all_ in kinds.items()}
-            for name, kinds in found.items()
-        },
-        "of_chat": {
-            kind: median(a / b for a, b in zip(all_, found["now"]["chat"], strict=True))
-            for kind, all_ in found["now"].items()
-        },
+        "found": found,
+        "of_chat": _ratios(found["now"], lambda what, _: found["now"][what]["chat"]),
     }
-    print(result["of_chat"])
     if options.before:
-        result["ratio"] = {
-            kind: median(found["now"][kind]) / median(found["before"][kind]) for kind in kinds
-        }
-        print(result["ratio"])
+        result["of_before"] = _ratios(found["now"], lambda what, kind: found["before"][what][kind])
+    for name in ("of_chat", "of_before"):
+        print(name, result.get(name))
     if not options.profile:
         write(RESULT, result)
+
+
+def _ratios(
+    found: dict[str, dict[str, list[float]]], others: Callable[[str, str], list[float]]
+) -> dict[str, dict[str, float]]:
+    """Medians of the ratios of each round, by what is measured and by kind."""
+    return {
+        what: {
+            kind: median(a / b for a, b in zip(all_, others(what, kind), strict=True))
+            for kind, all_ in kinds.items()
+        }
+        for what, kinds in found.items()
+    }
 
 
 # ----------------------------------------------------------------------------- clients
 
 
-def _measure(folder: Path, kind: str, options: argparse.Namespace) -> float:
-    """Chunks of streams, by CPU seconds of the process that sent them."""
+def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, float]:
+    """What `WHAT` names, by CPU time of the process that sent it."""
     command = [sys.executable, "-m", "onestem_lab.serve.chunks", "--serve"]
     if options.profile:
         command += ["--profile", str(options.profile)]
@@ -116,18 +126,34 @@ def _measure(folder: Path, kind: str, options: argparse.Namespace) -> float:
         assert server.stdin is not None
         assert server.stdout is not None
         port = int(server.stdout.readline())
+        cpu = _first_tokens(server, port, kind)
         sockets = [_ask(port, kind) for _ in range(options.streams)]
         counts = [0] * len(sockets)
         threading.Thread(target=_count, args=(sockets, counts), daemon=True).start()
+        while not all(counts):
+            time.sleep(0.1)
         time.sleep(1.0)
-        cpu, chunks = _told(server), sum(counts)
+        began, chunks = _told(server), sum(counts)
         time.sleep(options.seconds)
-        cpu, chunks = _told(server) - cpu, sum(counts) - chunks
+        seconds, chunks = _told(server) - began, sum(counts) - chunks
         server.stdin.close()
         server.wait()
     if chunks < 0.8 * PACE * options.seconds:
         print(f"  {chunks / options.seconds:.0f} chunks/s of {PACE}: the machine was busy")
-    return chunks / cpu
+    return chunks / seconds, 1000 * cpu / REQUESTS
+
+
+def _first_tokens(server: subprocess.Popen[str], port: int, kind: str) -> float:
+    """CPU seconds of requests up to their first tokens, after as many that warm it."""
+    began = 0.0
+    for number in range(2 * REQUESTS):
+        if number == REQUESTS:
+            began = _told(server)
+        with _ask(port, kind) as stream:
+            data = b""
+            while b"data: " not in data:
+                data += stream.recv(1 << 16)
+    return _told(server) - began
 
 
 def _told(server: subprocess.Popen[str]) -> float:
