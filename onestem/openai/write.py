@@ -24,6 +24,7 @@ __all__ = [
     "compact_json",
     "message_of",
     "scores_body",
+    "scores_of",
 ]
 
 CREATED = 0
@@ -180,9 +181,8 @@ def scores_body(
     data: list[dict[str, Any]] = []
     num_tokens = 0
     for task, of_paths in answered:
-        if of_paths is None:
-            raise NotANumberError("the engine gave no scores")
-        data.append({"index": len(data), "scores": list(map(_score, task.scores(of_paths)))})
+        scores = list(map(_score, scores_of(task, of_paths)))
+        data.append({"index": len(data), "scores": scores})
         num_tokens += task.num_tokens
     return {
         "id": f"score-{name}",
@@ -192,6 +192,14 @@ def scores_body(
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
+
+
+def scores_of(task: ScoreTask, of_paths: Sequence[PathScores] | None) -> list[Score]:
+    """A task's scores, from those of its request's paths; raises `NotANumberError` where they are
+    missing."""
+    if of_paths is None:
+        raise NotANumberError("the engine gave no scores")
+    return task.scores(of_paths)
 
 
 def _score(score: Score) -> dict[str, Any]:

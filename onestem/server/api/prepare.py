@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,8 +21,10 @@ from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import Reading
+from onestem.openai.rank import Ranking
 from onestem.openai.read import Asked, JsonObject, Prompt, read_object
 from onestem.openai.schema import Kind
+from onestem.rawtext import RawText
 from onestem.request import Request
 from onestem.scores import ScoreTask
 from onestem.server.api.callers import Asks, Serves, bodies_of
@@ -138,6 +142,7 @@ async def _call(
         tenant=tenant,
         requests=requests,
         tasks=tasks,
+        ranking=asked.ranking,
         app=begun.name if begun is not None else "",
         stream=asked.stream,
         include_usage=asked.include_usage,
@@ -231,27 +236,59 @@ def _score_requests(
 ) -> tuple[list[Request], list[ScoreTask]]:
     """A validated request for each prompt, and what is scored of it."""
     tasks = _tasks(service.model.bounded_tokenizer, asked)
-    requests = [
-        _request(service, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
-        for number, task in enumerate(tasks)
-    ]
+    requests = []
+    for number, task in enumerate(tasks):
+        with _named(asked, number):
+            requests.append(
+                _request(service, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
+            )
     return requests, tasks
+
+
+@contextmanager
+def _named(asked: Asked, number: int) -> Iterator[None]:
+    """Errors of a document say which one it is."""
+    try:
+        yield
+    except RequestError as error:
+        if asked.ranking is None:
+            raise
+        raise RequestError(f"documents[{number}]: {error}") from error
 
 
 def _tasks(tokenizer: BoundedTokenizer | None, asked: Asked) -> list[ScoreTask]:
     """Tokenise each prompt, and again with each of its completions."""
+    if asked.ranking is not None:
+        return _judged(tokenizer, asked, asked.ranking)
     some = asked.completions or [()] * len(asked.prompts)
     characters = sum(
         len(prompt.raw.text) * (1 + len(completions))
         for prompt, completions in zip(asked.prompts, some, strict=True)
         if prompt.raw is not None
     )
+    _bound(characters, "completion", "several requests, or token ids")
+    return [asked.task(number, tokenizer) for number in range(len(asked.prompts))]
+
+
+def _bound(characters: int, of: str, fewer: str) -> None:
     if characters > MOST_CHARACTERS:
         raise RequestError(
-            f"prompts have {characters} characters, each counted again for each completion, limit "
-            f"is {MOST_CHARACTERS}: send several requests, or token ids"
+            f"prompts have {characters} characters, each counted again for each {of}, limit is "
+            f"{MOST_CHARACTERS}: send {fewer}"
         )
-    return [asked.task(number, tokenizer) for number in range(len(asked.prompts))]
+
+
+def _judged(tokenizer: BoundedTokenizer | None, asked: Asked, ranking: Ranking) -> list[ScoreTask]:
+    """The prompt of each document, and both answers to it."""
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    _bound(sum(map(len, itertools.chain(*ranking.pairs))), "document", "several requests")
+    answers = tokenizer.encode_batch([*map(RawText, ranking.answers)], add_special_tokens=False)
+    tasks = []
+    for number, prompt in enumerate(asked.prompts):
+        with _named(asked, number):
+            tasks.append(ScoreTask(_chat_ids(tokenizer, prompt, None), answers))
+    return tasks
 
 
 def _pml_request(
