@@ -12,6 +12,7 @@ from typing import Any
 from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.forms import CheckSchema, Form, Tools, held_to
+from onestem.openai.rank import Ranking
 from onestem.openai.schema import (
     FIELDS,
     MAX_PROMPTS,
@@ -19,10 +20,12 @@ from onestem.openai.schema import (
     ChatFields,
     CompletionFields,
     Conversation,
+    Judged,
     Kind,
     Message,
     PrefixBody,
     RawTexts,
+    RerankBody,
     ScoreBody,
     ToolChoice,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "read_line_body",
     "read_object",
     "read_prefix",
+    "read_rerank",
     "reasoning_fields",
     "unknown_model",
 ]
@@ -159,6 +163,7 @@ class Asked:
         completions: of each prompt, for /v1/score; None: prompts are texts that are scored whole.
         sampling: keyword arguments for `SamplingParams`, as JSON has them.
         params: what they make.
+        ranking: how the documents in the prompts are judged; None: there are none.
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
@@ -180,6 +185,7 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
+    ranking: Ranking | None = None
     is_free: bool = True
     dialect: Dialect | None = None
 
@@ -287,8 +293,10 @@ SERVER_FIELDS: Mapping[str, object] = {
     "cache_salt": None,
     "echo": False,
     "prefix": None,
+    "queries": None,
     "stream": False,
     "stream_options": None,
+    "text_1": None,
     "timeout": None,
 }
 
@@ -340,8 +348,28 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     return asked
 
 
+def read_rerank(body: Mapping[str, Any]) -> Asked:
+    """Read the body of /v1/rerank; raises `RequestError`."""
+    fields = check(RerankBody, without_nulls(body))
+    return _judged(fields, Ranking.of_documents(fields))
+
+
+def _judged(fields: RerankBody | ScoreBody, ranking: Ranking) -> Asked:
+    template = ChatTemplate(fields=ranking.fields)
+    prompts = [Prompt(messages=one, template=template) for one in ranking.messages()]
+    return replace(_scored(fields, prompts), ranking=ranking)
+
+
 def _read_score(body: Mapping[str, Any]) -> Asked:
     fields = check(ScoreBody, without_nulls(body))
+    ranking = Ranking.of_pairs(fields)
+    others = ("prompt", "completions", "text", *RawTexts.model_fields)
+    for name in Judged.model_fields if ranking is None else others:
+        if getattr(fields, name) is not None:
+            why = "needs" if ranking is None else "is not for"
+            raise RequestError(f"{name} {why} queries and documents: leave it out")
+    if ranking is not None:
+        return _judged(fields, ranking)
     if (fields.prompt is None) == (fields.text is None):
         raise RequestError("body has not exactly one of prompt and text")
     if (fields.prompt is None) != (fields.completions is None):
@@ -370,6 +398,10 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
                 f"there are {total} completions, limit is {MAX_SEQUENCES} in all: "
                 "send several requests"
             )
+    return replace(_scored(fields, prompts), completions=completions)
+
+
+def _scored(fields: RerankBody | ScoreBody, prompts: Sequence[Prompt]) -> Asked:
     return Asked(
         kind="score",
         model=fields.model,
@@ -378,7 +410,6 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
         params=ONE_TOKEN,
         cache_salt=fields.cache_salt or "",
         timeout=fields.timeout,
-        completions=completions,
     )
 
 

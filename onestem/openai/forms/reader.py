@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -15,7 +15,7 @@ from typing import Literal
 from onestem.openai.forms.arguments import ArgumentsReader, arguments_reader, held_back
 from onestem.openai.forms.form import Form
 
-__all__ = ["AnswerEvent", "AnswerReader", "ReadAnswer", "Reading"]
+__all__ = ["AnswerEvent", "AnswerReader", "Mode", "ReadAnswer", "Reading"]
 
 Mode = Literal["text", "thought", "between"]
 LONGEST_HEAD = 1000  # maximum characters from a call's beginning to its arguments
@@ -55,11 +55,7 @@ class AnswerEvent:
 
 
 class AnswerReader:
-    """Reads one answer's text.
-
-    Attributes:
-        is_plain: all that comes is text, and is given out as it is.
-    """
+    """Reads one answer's text."""
 
     def __init__(self, reading: Reading) -> None:
         form = reading.form
@@ -81,23 +77,28 @@ class AnswerReader:
             self._read = self._read_start
         elif form.channels is not None:
             self._mode = "between"
-        self.is_plain = self._is_plain
+        self._plain: Callable[[str], object] | None = None  # whether a text is given out as it is
+        self._note_plain()
+
+    def plain(self, text: str) -> Mode | None:
+        """What a text is that is given out as it is, which most are: it cannot be part of a mark,
+        and nothing is held back. None: it is to be fed."""
+        return self._mode if self._plain is not None and self._plain(text) else None
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
-        if self.is_plain:
-            return [AnswerEvent(text=text)] if text else []
         self._buffer += text
         while self._read():
             pass
-        self.is_plain = self._is_plain
+        self._note_plain()
         found, self._found = self._found, []
         return found
 
-    @property
-    def _is_plain(self) -> bool:
-        is_text = self._mode == "text" and self._read == self._read_on
-        return is_text and not (self._fresh or self._buffer or self._marks["text"])
+    def _note_plain(self) -> None:
+        self._plain = None
+        if self._read == self._read_on and not (self._fresh or self._buffer):
+            marks = self._marks[self._mode]
+            self._plain = str if marks is None else marks.cannot_begin
 
     @property
     def has_called(self) -> bool:
@@ -291,7 +292,9 @@ class _Marks:
     def __init__(self, texts: Collection[str]) -> None:
         self.search = re.compile("|".join(map(re.escape, texts))).search
         self._texts = tuple(texts)
-        self._first = re.compile(f"[{''.join(re.escape(text[0]) for text in texts)}]").search
+        first = "".join(re.escape(text[0]) for text in texts)
+        self._first = re.compile(f"[{first}]").search
+        self.cannot_begin = re.compile(rf"[^{first}]*[^{first}\s]").fullmatch
         self._longest = max(map(len, texts)) - 1
 
     def undecided(self, text: str) -> int:
