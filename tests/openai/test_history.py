@@ -12,7 +12,7 @@ from onestem import LLM, SamplingParams
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.text.chat import ChatTemplate
 from onestem.errors import RequestError
-from onestem.openai.forms import ReadAnswer, Reading
+from onestem.openai.forms import AnswerReader, ReadAnswer, Reading
 from onestem.openai.read import read_body
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -183,6 +183,11 @@ def test_blanks_alone_are_no_text_before_a_call():
         read = ReadAnswer.of(blanks + call, reading)
         assert (read.text, len(read.calls)) == ("", 1)
     assert ReadAnswer.of(f"So.{call}", reading).text == "So."
+    reader, told = AnswerReader(reading), ""
+    for piece in ("I", " see", "\n", "\n", call):
+        plain = reader.plain(piece)
+        told += piece if plain else "".join(event.text for event in reader.feed(piece))
+    assert told == "I see\n"
     assert ReadAnswer.of(f"So.\n\n{call}\n\n{call}", reading).text == "So.\n"
 
 

@@ -83,7 +83,12 @@ class AnswerReader:
     def plain(self, text: str) -> Mode | None:
         """What a text is that is given out as it is, which most are: it cannot be part of a mark,
         and nothing is held back. None: it is to be fed."""
-        return self._mode if self._plain is not None and self._plain(text) else None
+        if self._plain is None or not self._plain(text):
+            return None
+        self._space = ""
+        if self._mode == "text":
+            self._has_text = True
+        return self._mode
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
