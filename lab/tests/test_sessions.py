@@ -17,7 +17,7 @@ BEGIN, ROLE, END = 1, 2, 3
 FORM = Form((BEGIN, ROLE), END, lambda ids: "".join(chr(97 + one) for one in ids))
 
 
-def request(prompt, answer, time, *, computed, before=None, cached=None, prefilled=0):
+def request(prompt, answer, time, *, computed, before=None, prefilled=0):
     told = Told(
         request_id="",
         prompt=array("i", prompt),
@@ -28,8 +28,7 @@ def request(prompt, answer, time, *, computed, before=None, cached=None, prefill
         begun=time,
         ended=time + 0.5,
     )
-    cached = len(prompt) - computed if cached is None else cached
-    return Asked(before=before, told=told, prompt_tokens=len(prompt), cached=cached)
+    return Asked(before=before, told=told, prompt_tokens=len(prompt), cached=told.cached)
 
 
 ASKS = [5, 6, 7, BEGIN, ROLE]
@@ -55,7 +54,7 @@ def test_who_asks_the_same_again_computes_a_token():
 
 def test_what_is_computed_twice_is_seen():
     prompt = [*ASKS, 8, 9, END, 10, BEGIN, ROLE]
-    second = request(prompt, [11, END], 1, computed=6, before=FIRST, cached=7)
+    second = request(prompt, [11, END], 1, computed=6, before=FIRST)
     found = figures([FIRST, second], FORM)
     assert found["ratio"] == 11 / 9
     assert found["usage_differs"] == 1
