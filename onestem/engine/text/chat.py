@@ -60,6 +60,11 @@ class ChatTemplate:
         """How the model writes calls of tools and reasoning; None: there is no template."""
         return self._described[0] if self else None
 
+    @property
+    def gap(self) -> str | None:
+        """Blanks that it writes between a text and a call (`Reading`)."""
+        return self._habits.gap
+
     @cached_property
     def _habits(self) -> Habits:
         """What the template writes of what it is given."""

@@ -3,7 +3,7 @@
 from onestem.openai.forms.families import FORMS, GENERIC, described, form_of
 from onestem.openai.forms.form import Form
 from onestem.openai.forms.grammar import HoldSchema, Tools, held_to
-from onestem.openai.forms.reader import AnswerReader, ReadAnswer, Reading
+from onestem.openai.forms.reader import AnswerReader, Mode, ReadAnswer, Reading
 
 __all__ = [
     "FORMS",
@@ -11,6 +11,7 @@ __all__ = [
     "AnswerReader",
     "Form",
     "HoldSchema",
+    "Mode",
     "ReadAnswer",
     "Reading",
     "Tools",
