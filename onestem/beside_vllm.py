@@ -69,6 +69,7 @@ TLS = "let a proxy speak TLS (docs/operating.md)"
 PROXY = "put a proxy before the server (docs/operating.md)"
 WEIGHTS = "`update_weights` takes new weights (docs/rollouts.md)"
 NO_EMBEDDINGS = "there are no embeddings and classes; `score` gives log-probabilities of texts"
+JUDGED = "by causal models: `classifier_from_token` is a field, and nothing is overridden"
 TRACE = "`trace=FILE` writes what each step computes"
 
 SAMPLING = {
@@ -265,12 +266,11 @@ ROUTES = {
     **_same("GET /metrics", note="names begin with `onestem_`"),
     **_same("GET /version"),
     **_same("POST /v1/messages", "POST /v1/responses", note="answered as chats"),
-    **_same("POST /v1/score", note="log-probabilities of texts; vLLM compares two texts with it"),
+    **_same("POST /v1/rerank", "POST /rerank", "POST /v2/rerank", note=JUDGED),
+    **_same("POST /v1/score", "POST /score", note=f"{JUDGED}; also log-probabilities of texts"),
     **_same("POST /pause", "POST /resume", "POST /sleep", "POST /wake_up"),
     **_same("POST /reset_prefix_cache"),
     **_refused(NO_EMBEDDINGS, "POST /v1/embeddings", "POST /pooling", "POST /classify"),
-    **_refused(NO_EMBEDDINGS, "POST /rerank", "POST /v1/rerank"),
-    "POST /score": Name("POST /v1/score", "log-probabilities of texts"),
     "POST /v1/audio/transcriptions": Name(None, "text alone is read"),
     "POST /v1/load_lora_adapter": Name(None, MERGE),
     "POST /v1/unload_lora_adapter": Name(None, MERGE),

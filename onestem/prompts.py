@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from onestem.checked import show
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
@@ -230,7 +230,7 @@ class PromptReader:
                     fields = reasoning_fields(given, form, token_of)
                 else:
                     fields = calls_fields(
-                        tools, one, form, token_of, check_schema, partial(bool, opened)
+                        tools, one, form, token_of, held_schema, partial(bool, opened)
                     )
                 made[key] = one.replace(**fields) if fields else one
             changed.append(made[key])

@@ -47,10 +47,13 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 def write(path: Path, result: Mapping[str, Any] | list[Any]) -> None:
     """Write a result as JSON. An object gets today's date and the commit that runs, unless it has
-    its own."""
+    its own; its command has no folders of this machine."""
     if isinstance(result, Mapping):
-        first = {"command": result["command"]} if "command" in result else {}
-        result = first | {"date": date.today().isoformat(), "commit": commit()} | dict(result)
+        first = {}
+        if "command" in result:
+            first["command"] = re.sub(r"(?<=[ =])/\S*/", "", result["command"])
+        own = {name: value for name, value in result.items() if name not in first}
+        result = first | {"date": date.today().isoformat(), "commit": commit()} | own
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 

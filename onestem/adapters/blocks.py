@@ -5,19 +5,44 @@ Whole answers and streams are written from the same blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import add
 from typing import Any, Literal
 
 from onestem.openai.forms import AnswerReader, Reading
 from onestem.openai.write import compact_json
 
-__all__ = ["Block", "Blocks", "News", "named_event"]
+__all__ = ["MARK", "Block", "Blocks", "EventForms", "News", "named_event"]
+
+MARK = "\0"
 
 
 def named_event(value: Mapping[str, Any]) -> str:
     """One server-sent event, named by its type."""
     return f"event: {value['type']}\ndata: {compact_json(value)}\n\n"
+
+
+class EventForms:
+    """Events of a block that differ in a few values alone, as those of tokens do: what is around
+    these is written once.
+
+    Args:
+        make: the event of a block with the text `MARK` in place of each such value.
+    """
+
+    def __init__(self, make: Callable[[Block], Mapping[str, Any]]) -> None:
+        self._make = make
+        self._block: Block | None = None
+        self._around: list[str] = []
+
+    def event(self, block: Block, *values: str) -> str:
+        """The event with these values, which are JSON."""
+        if block is not self._block:
+            self._block = block
+            self._around = named_event(self._make(block)).split(compact_json(MARK))
+        first, *rest = self._around
+        return first + "".join(map(add, values, rest))
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -29,15 +54,20 @@ class Block:
 
     Attributes:
         index: its place in the answer.
-        text: what has come of it; of a call: its arguments.
+        parts: of its text, as they came.
         name, call_id: of a call: its function, and its id.
     """
 
     kind: Kind
     index: int
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     name: str = ""
     call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """What has come of it; of a call: its arguments."""
+        return "".join(self.parts)
 
 
 News = tuple[Literal["begin", "more", "end"], Block, str]  # with the text that is new
@@ -68,11 +98,14 @@ class Blocks:
     def feed(self, text: str, *, ends: bool) -> list[News]:
         """Read more text; `ends`: the answer has no more."""
         news: list[News] = []
-        if self._reading is None or self._reader is None:
+        reader = self._reader
+        if self._reading is None or reader is None:
             self._add(news, "text", text)
+        elif not ends and (mode := reader.plain(text)) is not None:
+            self._add(news, "reasoning" if mode == "thought" else "text", text)
         else:
             form = self._reading.form
-            for event in (*self._reader.feed(text), *(self._reader.finish() if ends else ())):
+            for event in (*reader.feed(text), *(reader.finish() if ends else ())):
                 if event.name:
                     own = event.id or form.call_id(self._name, 0, event.index)
                     self._begin(news, "call", event.name, own)
@@ -89,7 +122,7 @@ class Blocks:
         if self._open is None or self._open.kind != kind:
             self._begin(news, kind)
         assert self._open is not None
-        self._open.text += text
+        self._open.parts.append(text)
         news.append(("more", self._open, text))
 
     def _begin(self, news: list[News], kind: Kind, name: str = "", call_id: str = "") -> None:

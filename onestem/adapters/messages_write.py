@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from onestem.adapters.blocks import Block, Blocks, News, named_event
-from onestem.openai.write import ResponseFormat
+from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named_event
+from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
 __all__ = ["MessageError", "MessageWriter", "Messages", "error_body"]
@@ -88,6 +88,7 @@ class MessageWriter:
         self._blocks = Blocks(form.reading, name)
         self._begun = False
         self._last: CompletionOutput | None = None
+        self._more = EventForms(_more)
 
     def whole(self, piece: CompletionOutput, usage: Mapping[str, Any]) -> JsonObject:
         """The message."""
@@ -143,22 +144,18 @@ class MessageWriter:
     def _event(self, news: News) -> str:
         what, block, text = news
         if what == "begin":
-            shown = self._block(replace(block, text=""), {})
+            shown = self._block(replace(block, parts=[]), {})
             if block.kind == "reasoning":
                 shown["signature"] = ""
             begin = {"type": "content_block_start", "index": block.index, "content_block": shown}
             return named_event(begin)
         if what == "more":
-            kind, field = DELTAS[block.kind]
-            return self._delta(block, {"type": kind, field: text})
+            return self._more.event(block, compact_json(text))
         signed = ""
         if block.kind == "reasoning":
-            signed = self._delta(block, {"type": "signature_delta", "signature": self._name})
+            signature = {"type": "signature_delta", "signature": self._name}
+            signed = named_event(_delta(block, signature))
         return signed + named_event({"type": "content_block_stop", "index": block.index})
-
-    def _delta(self, block: Block, delta: JsonObject) -> str:
-        told = {"type": "content_block_delta", "index": block.index, "delta": delta}
-        return named_event(told)
 
     def _block(self, block: Block, arguments: JsonObject) -> JsonObject:
         if block.kind == "text":
@@ -181,6 +178,15 @@ class MessageWriter:
         elif last is not None and isinstance(last.stop_reason, str):
             reason, stop = "stop_sequence", last.stop_reason
         return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _delta(block: Block, delta: JsonObject) -> JsonObject:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+def _more(block: Block) -> JsonObject:
+    kind, field = DELTAS[block.kind]
+    return _delta(block, {"type": kind, field: MARK})
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, int]:

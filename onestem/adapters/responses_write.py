@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onestem.adapters.blocks import Block, Blocks, News, named_event
-from onestem.openai.write import ResponseFormat
+from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named_event
+from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
 __all__ = ["ResponseWriter", "Responses"]
@@ -53,6 +53,7 @@ class ResponseWriter:
         self._blocks = Blocks(form.reading, name)
         self._number = 0  # of the next event
         self._is_cut = False
+        self._more = EventForms(self._more_of)
 
     def whole(self, piece: CompletionOutput, usage: Mapping[str, Any]) -> JsonObject:
         """The response, which is stored."""
@@ -164,6 +165,9 @@ class ResponseWriter:
     def _of(self, news: News) -> str:
         """The events of what is new in a block."""
         what, block, text = news
+        if what == "more":
+            number, self._number = str(self._number), self._number + 1
+            return self._more.event(block, number, compact_json(text))
         item: JsonObject = {"item_id": self._item_id(block), "output_index": block.index}
         part = {**item, "content_index": 0}
         kind = PARTS.get(block.kind)
@@ -179,10 +183,6 @@ class ResponseWriter:
                 "response.content_part.added", **part, part=self._part(block, "")
             )
         logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
-        if what == "more":
-            if kind is None:
-                return self._event(f"response.{ARGUMENTS}.delta", **item, delta=text)
-            return self._event(f"response.{kind}.delta", **part, delta=text, **logprobs)
         if kind is None:
             written = self._event(f"response.{ARGUMENTS}.done", **item, arguments=block.text)
         else:
@@ -194,6 +194,19 @@ class ResponseWriter:
             output_index=block.index,
             item=self._item(block, ends=True),
         )
+
+    def _more_of(self, block: Block) -> JsonObject:
+        kind = PARTS.get(block.kind)
+        made: JsonObject = {
+            "type": f"response.{kind or ARGUMENTS}.delta",
+            "sequence_number": MARK,
+            "item_id": self._item_id(block),
+            "output_index": block.index,
+        }
+        if kind is not None:
+            made["content_index"] = 0
+        made["delta"] = MARK
+        return made | ({"logprobs": []} if block.kind == "text" else {})
 
     def _event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self._number, **fields}

@@ -26,7 +26,7 @@ from onestem.batch.lines import Seen
 from onestem.batch.results import result_id
 from onestem.batch.spool import NO_REQUEST, CompilePml, Tokenizer, spool_facts
 from onestem.batch.workplace import Workplace
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.errors import OnestemError, RequestError
 from onestem.openai.read import Prompt, unknown_model
 from onestem.planner import Prompts
@@ -170,7 +170,8 @@ class _FirstPass:
                 raise line
             request = parse_line(line, self._parse_special)
             self._check_model(request)
-            return _Line(number, request.custom_id, request=self._held(request))
+            held, ids = self._held(request)
+            return _Line(number, request.custom_id, request=held, ids=ids)
         except LineError as error:
             return _Line(number, error.custom_id, error=error)
 
@@ -186,22 +187,26 @@ class _FirstPass:
                 message = "an earlier line has the same custom_id"
                 line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
 
-    def _held(self, request: BatchRequest) -> BatchRequest:
-        """The request with tools in the model's form."""
+    def _held(self, request: BatchRequest) -> tuple[BatchRequest, Sequence[int]]:
+        """The request with tools in the model's form, and its ids where it had to be tokenised for
+        that."""
         tokenizer = self._tokenizer
+        ids: Sequence[int] = ()
         if not request.asked.has_messages or tokenizer is None:
-            return request
+            return request, ids
 
         def opened() -> bool:
-            return tokenizer.is_reasoning(self._ids(request.prompt))
+            nonlocal ids
+            ids = self._ids(request.prompt)
+            return tokenizer.is_reasoning(ids)
 
         try:
             held = guarded(request.asked.held)
             form, token_of = tokenizer.tool_form, tokenizer.control_token
-            asked = held(form, token_of, check_schema, opened=opened)
+            asked = held(form, token_of, held_schema, opened=opened)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
-        return dataclasses.replace(request, asked=asked)
+        return dataclasses.replace(request, asked=asked), ids
 
     def _tokenize(self, lines: list[_Line]) -> None:
         """Tokenise texts of a chunk at once; if one is refused, each alone, to find out which."""
@@ -221,6 +226,7 @@ class _FirstPass:
         for line in lines:
             if line.number in ids:
                 line.ids = ids[line.number]
+            if line.ids:
                 continue
             try:
                 guarded(self._tokenize_one)(line)

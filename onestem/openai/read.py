@@ -11,7 +11,8 @@ from typing import Any
 
 from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
-from onestem.openai.forms import CheckSchema, Form, Tools, held_to
+from onestem.openai.forms import Form, HoldSchema, Tools, held_to
+from onestem.openai.rank import Ranking
 from onestem.openai.schema import (
     FIELDS,
     MAX_PROMPTS,
@@ -19,10 +20,12 @@ from onestem.openai.schema import (
     ChatFields,
     CompletionFields,
     Conversation,
+    Judged,
     Kind,
     Message,
     PrefixBody,
     RawTexts,
+    RerankBody,
     ScoreBody,
     ToolChoice,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "read_line_body",
     "read_object",
     "read_prefix",
+    "read_rerank",
     "reasoning_fields",
     "unknown_model",
 ]
@@ -159,6 +163,7 @@ class Asked:
         completions: of each prompt, for /v1/score; None: prompts are texts that are scored whole.
         sampling: keyword arguments for `SamplingParams`, as JSON has them.
         params: what they make.
+        ranking: how the documents in the prompts are judged; None: there are none.
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
         timeout: seconds; None: the server's.
@@ -180,6 +185,7 @@ class Asked:
     tools: Tools | None = None
     echo: Echo | None = None
     completions: Sequence[Sequence[Prompt]] | None = None
+    ranking: Ranking | None = None
     is_free: bool = True
     dialect: Dialect | None = None
 
@@ -210,7 +216,7 @@ class Asked:
         self,
         form: Form | None,
         token_of: Callable[[str], int | None],
-        check_schema: CheckSchema,
+        hold_schema: HoldSchema,
         *,
         opened: Callable[[], bool] = lambda: False,
     ) -> Asked:
@@ -220,7 +226,7 @@ class Asked:
         Args:
             form: how the model writes calls and reasoning.
             token_of: the id of a control token; None for other texts.
-            check_schema: the grammar compiler's check.
+            hold_schema: of the grammar compiler.
             opened: whether the prompt ends inside reasoning.
 
         Raises:
@@ -230,7 +236,7 @@ class Asked:
         if tools is None:
             held = reasoning_fields(self.sampling, form, token_of) if self.has_messages else {}
         else:
-            held = calls_fields(tools, self.params, form, token_of, check_schema, opened)
+            held = calls_fields(tools, self.params, form, token_of, hold_schema, opened)
         if not held:
             return self if tools is self.tools else replace(self, tools=tools)
         sampling = {
@@ -262,7 +268,7 @@ def calls_fields(
     params: SamplingParams,
     form: Form | None,
     token_of: Callable[[str], int | None],
-    check_schema: CheckSchema,
+    hold_schema: HoldSchema,
     opened: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The sampling fields that hold an answer's calls to their schemas; other arguments are those
@@ -275,7 +281,7 @@ def calls_fields(
     if params.choices is not None:
         raise RequestError("choices and tools: give one of them")
     is_opened = form.reasoning is not None and opened()
-    held = held_to(form, tools, params.response_format, token_of, check_schema, opened=is_opened)
+    held = held_to(form, tools, params.response_format, token_of, hold_schema, opened=is_opened)
     fields: dict[str, Any] = {"response_format": held}
     if any(token_of(mark) is not None for mark in (*form.marks, *form.reasoning_marks)):
         fields["skip_special_tokens"] = False  # no others are sampled
@@ -287,8 +293,10 @@ SERVER_FIELDS: Mapping[str, object] = {
     "cache_salt": None,
     "echo": False,
     "prefix": None,
+    "queries": None,
     "stream": False,
     "stream_options": None,
+    "text_1": None,
     "timeout": None,
 }
 
@@ -340,8 +348,28 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     return asked
 
 
+def read_rerank(body: Mapping[str, Any]) -> Asked:
+    """Read the body of /v1/rerank; raises `RequestError`."""
+    fields = check(RerankBody, without_nulls(body))
+    return _judged(fields, Ranking.of_documents(fields))
+
+
+def _judged(fields: RerankBody | ScoreBody, ranking: Ranking) -> Asked:
+    template = ChatTemplate(fields=ranking.fields)
+    prompts = [Prompt(messages=one, template=template) for one in ranking.messages()]
+    return replace(_scored(fields, prompts), ranking=ranking)
+
+
 def _read_score(body: Mapping[str, Any]) -> Asked:
     fields = check(ScoreBody, without_nulls(body))
+    ranking = Ranking.of_pairs(fields)
+    others = ("prompt", "completions", "text", *RawTexts.model_fields)
+    for name in Judged.model_fields if ranking is None else others:
+        if getattr(fields, name) is not None:
+            why = "needs" if ranking is None else "is not for"
+            raise RequestError(f"{name} {why} queries and documents: leave it out")
+    if ranking is not None:
+        return _judged(fields, ranking)
     if (fields.prompt is None) == (fields.text is None):
         raise RequestError("body has not exactly one of prompt and text")
     if (fields.prompt is None) != (fields.completions is None):
@@ -370,6 +398,10 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
                 f"there are {total} completions, limit is {MAX_SEQUENCES} in all: "
                 "send several requests"
             )
+    return replace(_scored(fields, prompts), completions=completions)
+
+
+def _scored(fields: RerankBody | ScoreBody, prompts: Sequence[Prompt]) -> Asked:
     return Asked(
         kind="score",
         model=fields.model,
@@ -378,7 +410,6 @@ def _read_score(body: Mapping[str, Any]) -> Asked:
         params=ONE_TOKEN,
         cache_salt=fields.cache_salt or "",
         timeout=fields.timeout,
-        completions=completions,
     )
 
 

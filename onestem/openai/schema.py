@@ -47,11 +47,13 @@ __all__ = [
     "Conversation",
     "DetokenizeBody",
     "ErrorAnswer",
+    "Judged",
     "Kind",
     "Message",
     "Messages",
     "PrefixBody",
     "RawTexts",
+    "RerankBody",
     "SchemaBody",
     "ScoreBody",
     "TokenizeBody",
@@ -70,6 +72,7 @@ URL_OF_KIND: Mapping[Kind, str] = {
 MAX_MESSAGES = 4096  # also of parts of a message; a chat template takes 0.04 ms for each
 MAX_PROMPTS = 256
 MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
 
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -430,8 +433,28 @@ ChatBody = _whole("ChatBody", "chat", {"max_tokens": None})
 CompletionBody = _whole("CompletionBody", "completion", {})
 
 
-class ScoreBody(CallFields, RawTexts):
-    """How probable texts are: those that may follow a prompt, or whole ones."""
+_Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+class Judged(Object):
+    """How documents are judged."""
+
+    instruction: Text | None = None
+    """What makes a document relevant; where it is left out, that it answers a web search."""
+
+    classifier_from_token: Annotated[list[Text], Field(min_length=2, max_length=2)] | None = Field(
+        default=None, json_schema_extra={EXPECTED: "two texts"}
+    )
+    """What the model says of a document that is not relevant, and of one that is; `no` and `yes`
+    where it is left out."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+
+
+class ScoreBody(CallFields, RawTexts, Judged):
+    """How probable texts are: those that may follow a prompt, or whole ones. Or how relevant
+    documents are to queries."""
 
     prompt: _OneOrMore = None
     """Text or token ids, or a list of either: a prompt each."""
@@ -442,6 +465,34 @@ class ScoreBody(CallFields, RawTexts):
 
     text: _OneOrMore = None
     """Instead of both: text or token ids, or a list of either, scored from the first token on."""
+
+    queries: Text | _Documents | None = None
+    """A text for all documents, or one for each."""
+
+    documents: Text | _Documents | None = None
+    """A text or several, each scored by how relevant it is to its query."""
+
+    text_1: Text | _Documents | None = None
+    text_2: Text | _Documents | None = None
+    """With the one before it: older names of both."""
+
+
+class DocumentText(Object):
+    text: Text
+
+
+class RerankBody(CallFields, Judged):
+    """Documents that are ordered by how relevant they are to a query."""
+
+    query: Text
+    documents: Annotated[list[Text | DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    """Texts, or objects with a `text`."""
+
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """How many of the best are listed; 0: all."""
+
+    return_documents: bool | None = None
+    """List their texts too; true where it is left out."""
 
 
 class PrefixBody(RawTexts):

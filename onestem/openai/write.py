@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from onestem.openai.forms import AnswerReader, ReadAnswer, Reading
+from onestem.openai.forms import AnswerReader, Mode, ReadAnswer, Reading
 from onestem.openai.schema import Kind
 from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 from onestem.scores import PathScores, Score, ScoreTask
@@ -24,6 +24,7 @@ __all__ = [
     "compact_json",
     "message_of",
     "scores_body",
+    "scores_of",
 ]
 
 CREATED = 0
@@ -180,9 +181,8 @@ def scores_body(
     data: list[dict[str, Any]] = []
     num_tokens = 0
     for task, of_paths in answered:
-        if of_paths is None:
-            raise NotANumberError("the engine gave no scores")
-        data.append({"index": len(data), "scores": list(map(_score, task.scores(of_paths)))})
+        scores = list(map(_score, scores_of(task, of_paths)))
+        data.append({"index": len(data), "scores": scores})
         num_tokens += task.num_tokens
     return {
         "id": f"score-{name}",
@@ -192,6 +192,14 @@ def scores_body(
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
+
+
+def scores_of(task: ScoreTask, of_paths: Sequence[PathScores] | None) -> list[Score]:
+    """A task's scores, from those of its request's paths; raises `NotANumberError` where they are
+    missing."""
+    if of_paths is None:
+        raise NotANumberError("the engine gave no scores")
+    return task.scores(of_paths)
 
 
 def _score(score: Score) -> dict[str, Any]:
@@ -414,8 +422,8 @@ class Chunks:
         self._readers: dict[int, AnswerReader] = {}
         self._offsets: dict[int, _TextOffsets] = {}
         self._begun: set[int] = set()
-        # What is around the text, or the reasoning, in the event of a token.
-        self._around: list[list[str] | None] = [None, None]
+        # What is around a text, or reasoning, in the event of a token.
+        self._around: dict[Mode, list[str]] = {}
         self._is_chat = form.kind == "chat"
         head = {
             "id": name,
@@ -437,25 +445,24 @@ class Chunks:
     def token(self, token_id: int, text: str) -> bytes:
         """The event of one further token of a call's only sequence. Only what it says is formatted,
         where that is text or reasoning. Empty: there is nothing to show."""
-        reading = self._form.reading
+        reading, told = self._form.reading, text
         if self._form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
-        said = _Said(text)
+        mode: Mode = "text"
         if reading is not None:
             said = self._read(reading, 0, text, False)
-        if said.calls or (said.text and said.reasoning):
-            return self._written(0, CompletionOutput(index=0, text="", token_ids=[]), said).encode()
-        told = said.text or said.reasoning
+            if said.calls or (said.text and said.reasoning):
+                empty = CompletionOutput(index=0, text="", token_ids=[])
+                return self._written(0, empty, said).encode()
+            told, mode = said.text or said.reasoning, "thought" if said.reasoning else "text"
         if not told:
             return b""
-        around = self._around[not said.text]
+        around = self._around.get(mode)
         if around is None:
             mark = "\0"
+            like = _Said(reasoning=mark) if mode == "thought" else _Said(mark)
             empty = CompletionOutput(index=0, text="", token_ids=[0])
-            like = _Said(mark) if said.text else _Said(reasoning=mark)
-            around = self._around[not said.text] = self._written(0, empty, like).split(
-                compact_json(mark)
-            )
+            around = self._around[mode] = self._written(0, empty, like).split(compact_json(mark))
         return compact_json(told).join(around).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
@@ -502,8 +509,8 @@ class Chunks:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = AnswerReader(reading)
-        if reader.is_plain and not is_last:
-            return _Said(text)
+        if not is_last and (mode := reader.plain(text)) is not None:
+            return _Said(reasoning=text) if mode == "thought" else _Said(text)
         said = _Said()
         calls: dict[int, dict[str, Any]] = {}
         for event in (*reader.feed(text), *(reader.finish() if is_last else ())):

@@ -34,7 +34,7 @@ BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 
 # Where this process has grown by so much, the free parts of its heaps are given back.
-TRIM_SECONDS, LONGEST_TRIM_SECONDS, TRIM_BYTES = 10, 120, 64 << 20
+TRIM_SECONDS, MOST_LOOKS, TRIM_BYTES = 10, 12, 64 << 20
 LAST_SECONDS = 5  # to write the errors of answers whose time is over
 
 
@@ -176,36 +176,36 @@ async def _trim() -> None:
     held = resident_bytes(os.getpid())
     pace = None if held is None else TrimPace(held)
     while pace is not None:
-        await asyncio.sleep(pace.seconds)
+        await asyncio.sleep(TRIM_SECONDS)
         if pace.is_due(resident_bytes(os.getpid()) or 0):
             await asyncio.to_thread(give_holes_back)
             pace.note(resident_bytes(os.getpid()) or 0)
 
 
 class TrimPace:
-    """When to give memory back: where this process holds more than it once did. What stays was in
-    use, maybe by answers that are being written: it is tried again, less and less often.
+    """When to give memory back: where this process has grown, and where it holds more than it once
+    did. What stayed then was in use, maybe by answers that were being written: it is tried again,
+    less and less often.
 
     Args:
         held: resident bytes of the process now.
-
-    Attributes:
-        seconds: until the next look.
     """
 
     def __init__(self, held: int) -> None:
-        self.seconds = TRIM_SECONDS
-        self._least = held
+        self._least = self._last = held  # of all tries, and of the last
+        self._pause = self._left = 1  # looks until the next try
 
     def is_due(self, held: int) -> bool:
-        """Whether a try is worth it, with this number of resident bytes."""
-        due = held >= self._least + TRIM_BYTES
-        if not due:
-            self.seconds = TRIM_SECONDS
-        return due
+        """At a look each `TRIM_SECONDS`: whether a try is worth it, with so many resident bytes."""
+        self._last, self._left = min(self._last, held), self._left - 1
+        if held < self._least + TRIM_BYTES:
+            self._pause = self._left = 1
+            return False
+        return self._left <= 0 or held >= self._last + TRIM_BYTES
 
     def note(self, held: int) -> None:
         """What is resident after a try."""
-        self._least = min(self._least, held)
+        self._last, self._least = held, min(self._least, held)
         more = held >= self._least + TRIM_BYTES
-        self.seconds = min(2 * self.seconds, LONGEST_TRIM_SECONDS) if more else TRIM_SECONDS
+        self._pause = min(2 * self._pause, MOST_LOOKS) if more else 1
+        self._left = self._pause

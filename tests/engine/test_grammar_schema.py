@@ -15,6 +15,7 @@ import pytest
 
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.ebnf import ebnf_of, longest_entry
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.grammar.schema import check_schema
 from onestem.engine.grammar.state import GrammarState
 from onestem.engine.text.tokenizer import Tokenizer
@@ -357,6 +358,71 @@ def test_schemas_that_are_none(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"schema cannot be used: .*{message}") as caught:
         check_schema(schema, strict=True)
     assert "\n" not in str(caught.value)
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+# As authors of tools write them: what is beside the point, or what no value fits.
+OF_TOOLS = [
+    an_object(properties={"a": string(optional=True), "b": INTEGER}, required=["b"], optional=[]),
+    an_object(properties={"a": integer(enum=["1", "2", 3])}, required=["a"]),
+    an_object(properties={"a": integer(enum=["1", "2"]), "b": INTEGER}, required=["b"]),
+    an_object(properties={"a": {"type": "boolean", "enum": ["True"]}}),
+    an_object(properties={"a": array(items=STRING, enum=["x", "y"]), "b": NULL}, required=["b"]),
+    an_object(properties={"a": an_object(required=["b", "c"])}, required=["a"]),
+    an_object(required=["b"], additionalProperties=integer(more=1)),
+    an_object(properties={"a": integer(format="int32"), "b": string(format="binary")}),
+    an_object(properties={"a": {"anyOf": [string(nullable=True), integer(enum=["x"])]}}),
+]
+UNFIT = [
+    an_object(properties={"a": integer(enum=["1"])}, required=["a"]),
+    an_object(properties={"a": INTEGER}, required=["b"], additionalProperties=False),
+    an_object(properties={"a": integer(enum=["1"])}, additionalProperties=True),
+    an_object(properties={"a": integer(enum=["1"]), "b": {"$ref": "#/properties/a"}}),
+]
+# Left out, for tools: what is written need not fit.
+LOOSE = [
+    (an_object(**{"not": {"required": ["a"]}}), an_object()),
+    (
+        an_object(properties={"a": array(items=STRING, uniqueItems=True)}),
+        an_object(properties={"a": array(items=STRING)}),
+    ),
+    (an_object(properties={"a": string(pattern="(?=x)x")}), an_object(properties={"a": STRING})),
+    (an_object(required=[], more=1), an_object(required=[])),
+    (an_object(title="x" * 100_000), an_object(additionalProperties=True)),
+]
+
+
+@pytest.mark.parametrize("schema", OF_TOOLS, ids=json.dumps)
+def test_arguments_fit_a_schema_that_is_not_enforced_as_it_is(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    held = held_schema(schema, False, "f")
+    validator = jsonschema_rs.Draft202012Validator(schema)
+    for text in answers(tokenizer, compiler, dict(held), strict=True):
+        assert validator.is_valid(json.loads(text)), text
+    with pytest.raises(RequestError, match=r"^f has .*, which is not enforced: .*leave out strict"):
+        held_schema(schema, True, "f")
+
+
+def test_what_arguments_are_held_to() -> None:
+    for schema in UNFIT:
+        assert held_schema(schema, False, "f") == {"type": "object", "additionalProperties": True}
+    for schema, held in LOOSE:
+        assert held_schema(schema, False, "f") == held
+    with pytest.raises(RequestError, match="pattern is 5, expected a string"):
+        held_schema(an_object(title="x" * 100_000, properties={"a": string(pattern=5)}), False, "f")
+    for schema in ENFORCED:
+        assert held_schema(schema, True, "f") is held_schema(schema, False, "f") is schema
+
+
+@pytest.mark.parametrize("schema", [number(), {}, {"type": ["number", "null"]}], ids=json.dumps)
+def test_numbers_are_finite(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    for text in ("[1.5e99]", "[-2E-12]", "[7e+5]", "[1e300]"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        check_follows(compiler, array(items=schema), ids, fits=text != "[1e300]")
 
 
 # --- lengths -----------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from onestem.engine.grammar.compiler import GrammarCompiler
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.openai.forms import FORMS, AnswerReader, Form, ReadAnswer, Reading, Tools, held_to
 from onestem.openai.forms import families as forms
 from onestem.openai.forms.form import Reasoning
+from onestem.openai.forms.reader import AnswerEvent
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.soak import soaked
 
@@ -144,8 +145,13 @@ def read_in_pieces(text: str, reading: Reading, rng: random.Random, most: int) -
     events = []
     while text:
         size = rng.randint(1, most)
-        events += reader.feed(text[:size])
-        text = text[size:]
+        piece, text = text[:size], text[size:]
+        mode = reader.plain(piece) if rng.random() < 0.7 else None
+        if mode is None:
+            events += reader.feed(piece)
+        else:
+            is_thought = mode == "thought"
+            events.append(AnswerEvent(reasoning=piece) if is_thought else AnswerEvent(piece))
     for event in (*events, *reader.finish()):
         read.add(event)
     read.is_cut = bool(read.calls) and not reader.has_called
@@ -195,14 +201,18 @@ def test_calls_are_text_where_there_are_no_tools():
     assert (whole.text, whole.reasoning, whole.calls) == (CALL, "Hm.", [])
 
 
-def test_text_passes_as_it_is_where_nothing_more_can_come():
-    """A chat without tools costs nothing per token behind its reasoning."""
-    reader = AnswerReader(Reading(form=THINKING, calls=False))
-    assert not reader.is_plain
-    reader.feed("<think>Hm.</think>\n\nHi")
-    assert reader.is_plain
-    assert AnswerReader(Reading(form=forms.HERMES, calls=False)).is_plain
-    assert [event.text for event in reader.feed(" <tool_call>")] == [" <tool_call>"]
+def test_most_texts_are_given_out_as_they_are():
+    """They cost little per token; what may begin a mark, or blanks before one, is held back."""
+    reader = AnswerReader(Reading(form=THINKING))
+    assert reader.plain("Hm.") is None
+    reader.feed("<think>Hm.")
+    assert [reader.plain(text) for text in (" so", "a <b", "so ", "")] == ["thought", *[None] * 3]
+    reader.feed("</think>\n\nHi")
+    assert [reader.plain(text) for text in (" so", "<tool_call>")] == ["text", None]
+    for reading in (Reading(form=forms.HERMES, calls=False), Reading(form=THINKING, calls=False)):
+        reader = AnswerReader(reading)
+        reader.feed("<think>Hm.</think>\n\nHi")
+        assert reader.plain(" <tool_call> ") == "text"
 
 
 BITS = ["{", "}", '"', "\\", ",", ":", "[", "]", "\n", " ", "a", "12", "true", "é", "😀", "<", "|"]
@@ -268,7 +278,7 @@ def test_the_grammar_admits_what_the_form_writes(compilers, kind, form, text, ca
 
     def held(mode: str, form: Form = form, **how: bool):
         tools = Tools(mode=mode, allowed=TOOLS)  # type: ignore[arg-type]
-        return held_to(form, tools, None, tokenizer.control_token, check_schema, **how)
+        return held_to(form, tools, None, tokenizer.control_token, held_schema, **how)
 
     required = held("required")
     assert refused(tokenizer, compiler, required, text) == ""
@@ -305,7 +315,7 @@ def test_the_grammar_admits_what_the_form_writes(compilers, kind, form, text, ca
 def test_values_without_json_are_held_to_their_schemas_too(compilers, form, good, bad):
     tokenizer, compiler = compilers["text"]
     tools = Tools(mode="required", allowed=TOOLS)
-    tag = held_to(form, tools, None, tokenizer.control_token, check_schema)
+    tag = held_to(form, tools, None, tokenizer.control_token, held_schema)
     text = next(text for one, text, _ in WRITTEN if one == form)
     if good not in text:
         text = {
@@ -337,7 +347,7 @@ def test_lengths_and_references_hold_in_every_syntax(compilers):
             "</parameter>\n</function>\n</tool_call>",
         ),
     ):
-        tag = held_to(form, tools, None, tokenizer.control_token, check_schema)
+        tag = held_to(form, tools, None, tokenizer.control_token, held_schema)
         assert refused(tokenizer, compiler, tag, text) == ""
         assert refused(tokenizer, compiler, tag, text.replace("abc", "abcd")) != ""
         assert refused(tokenizer, compiler, tag, text.replace("1", "3")) != ""

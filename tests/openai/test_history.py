@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from onestem import LLM, SamplingParams
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.chat import ChatTemplate
 from onestem.errors import RequestError
-from onestem.openai.forms import ReadAnswer, Reading
+from onestem.openai.forms import AnswerReader, ReadAnswer, Reading
 from onestem.openai.read import read_body
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -151,6 +151,46 @@ def test_what_a_template_writes_is_read_back(name, form, calls):
         assert (read.text, read.reasoning) == ("", "Hmm.\n\nSo." if thinks else "")
 
 
+@pytest.mark.parametrize(("name", "form"), templates())
+@pytest.mark.parametrize("blanks", ["", "\n", "\n\n", " \n "])
+def test_the_next_prompt_has_the_blanks_before_a_call_as_they_were_sampled(name, form, blanks):
+    """Where the template keeps a text's own."""
+    template = template_of(name)
+    if template.gap is None:
+        pytest.skip("it trims texts, or writes them elsewhere")
+
+    def rendered(content: str, calls: list[dict[str, Any]]) -> str:
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        turn = {key: value for key, value in turn.items() if value}
+        return template.render([*ASK, turn], {"tools": [TOOL]}, add_generation_prompt=False)
+
+    end = rendered("qzend", []).partition("qzend")[2]
+    told = rendered(f"Let me see.{blanks}", CALLS[:1])
+    sampled = "Let me see." + told.partition("Let me see.")[2].removesuffix(end)
+    reading = Reading(form=template.form, texts={"get_weather": ["city"]}, gap=template.gap)
+    read = ReadAnswer.of(sampled, reading)
+    assert [called for called, _ in read.calls] == ["get_weather"]
+    assert read.text == f"Let me see.{blanks}"
+    assert rendered(read.text, CALLS[:1]) == told
+
+
+def test_blanks_alone_are_no_text_before_a_call():
+    template = template_of("plain")
+    assert template.gap == "\n"
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    reading = Reading(form=template.form, gap=template.gap)
+    for blanks in ("", "\n", "\n\n \n"):
+        read = ReadAnswer.of(blanks + call, reading)
+        assert (read.text, len(read.calls)) == ("", 1)
+    assert ReadAnswer.of(f"So.{call}", reading).text == "So."
+    reader, told = AnswerReader(reading), ""
+    for piece in ("I", " see", "\n", "\n", call):
+        plain = reader.plain(piece)
+        told += piece if plain else "".join(event.text for event in reader.feed(piece))
+    assert told == "I see\n"
+    assert ReadAnswer.of(f"So.\n\n{call}\n\n{call}", reading).text == "So.\n"
+
+
 def test_a_model_without_tools_is_asked_in_a_form_of_ours():
     template = template_of("plain")
     told = template.render(
@@ -237,7 +277,7 @@ def test_what_clients_send_is_taken():
     assert [one["tool_call_id"], two["tool_call_id"]] == ids
     assert len(set(ids)) == 2
     assert (one["content"], two["content"]) == ("one", "")
-    held = asked.held(template_of("plain").form, lambda name: None, check_schema)
+    held = asked.held(template_of("plain").form, lambda name: None, held_schema)
     assert held.params.response_format["type"] == "structural_tag"
 
 

@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from onestem import LLM, SamplingParams
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import AnswerReader, ReadAnswer, Reading, form_of
@@ -57,7 +57,7 @@ def ask_all(llm: LLM, bodies: list[dict[str, Any]]):
     for body in bodies:
         given = {"messages": USER, "max_tokens": 150, "temperature": 1.0, "seed": 1, **body}
         asked = read_body("chat", given).held(
-            tokenizer.tool_form, tokenizer.control_token, check_schema
+            tokenizer.tool_form, tokenizer.control_token, held_schema
         )
         prompt = asked.prompts[0]
         prompts.append(tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template)))
@@ -218,7 +218,7 @@ def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
         {"messages": USER, "tools": [WEATHER, ADD], "tool_choice": "required", "temperature": 1.0,
          "parallel_tool_calls": parallel, "seed": 3, "max_tokens": 200},
     )  # fmt: skip
-    held = asked.held(form, lambda name: None, check_schema)
+    held = asked.held(form, lambda name: None, held_schema)
     output = llm.generate("x", held.params)[0].outputs[0]
     found = read(output.text, form)
     assert found.text == ""
@@ -275,7 +275,7 @@ def test_any_object_is_written_for_such_a_schema(llm) -> None:
     function = {"name": "f", "parameters": {"not": {"required": ["x"]}}}
     asked = read_body("chat", {"messages": USER, "tool_choice": "required",
                                "tools": [{"type": "function", "function": function}]})  # fmt: skip
-    held = asked.held(forms.MISTRAL_ARGS, lambda name: None, check_schema)
+    held = asked.held(forms.MISTRAL_ARGS, lambda name: None, held_schema)
     state = llm.engine.requests.grammars.compile(held.params.response_format)
     text = '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}, "c": "d"}'
     for token in llm.tokenizer.encode(text, add_special_tokens=False):
@@ -346,7 +346,7 @@ def test_a_call_that_a_stop_string_cuts_is_open() -> None:
 
 def test_plain_json_is_no_call_of_llama(llm) -> None:
     asked = read_body("chat", {"messages": USER, "tools": [ADD], "temperature": 0})
-    held = asked.held(forms.LLAMA, lambda name: None, check_schema)
+    held = asked.held(forms.LLAMA, lambda name: None, held_schema)
     state = llm.engine.requests.grammars.compile(held.params.response_format)
     for token in llm.tokenizer.encode('It is {"name": "Bob", "age": 3}', add_special_tokens=False):
         state.accept(token)
@@ -381,7 +381,7 @@ def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
     is in a text."""
     tokenizer = marked.tokenizer
     body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "auto" if free else "required"}
-    held = read_body("chat", body).held(form, tokenizer.control_token, check_schema)
+    held = read_body("chat", body).held(form, tokenizer.control_token, held_schema)
     state = marked.engine.requests.grammars.compile(held.params.response_format)
     own = set(map(tokenizer.control_token, (*form.marks, form.silent)))
     never = tokenizer.special_ids - own - {tokenizer.eos_token_id}
@@ -411,7 +411,7 @@ def test_marks_that_are_control_tokens(marked, form, call, free) -> None:
 def test_a_model_calls_with_control_tokens(marked, form) -> None:
     body = {"messages": USER, "tools": [IN_CITY], "tool_choice": "required", "temperature": 1.0,
             "parallel_tool_calls": False, "max_tokens": 150}  # fmt: skip
-    held = read_body("chat", body).held(form, marked.tokenizer.control_token, check_schema)
+    held = read_body("chat", body).held(form, marked.tokenizer.control_token, held_schema)
     params = [held.params.replace(seed=seed) for seed in range(4)]
     for output in marked.generate(["x"] * 4, params):
         assert output.outputs[0].finish_reason == "stop"
@@ -424,9 +424,9 @@ def test_a_model_calls_with_control_tokens(marked, form) -> None:
 def test_a_model_without_tools_says_so() -> None:
     asked = read_body("chat", {"messages": USER, "tools": [WEATHER]})
     with pytest.raises(RequestError, match="the model's chat template has no tools"):
-        asked.held(None, lambda name: None, check_schema)
+        asked.held(None, lambda name: None, held_schema)
     free = read_body("chat", {"messages": USER, "tools": [WEATHER], "tool_choice": "none"})
-    assert free.held(None, lambda name: None, check_schema).params.response_format is None
+    assert free.held(None, lambda name: None, held_schema).params.response_format is None
 
 
 def test_a_call_that_was_cut_may_be_sent_back(llm) -> None:

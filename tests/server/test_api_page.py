@@ -90,7 +90,7 @@ def test_each_route_is_there(told, page):
             for one in operation.get("parameters", ()):
                 default = one["schema"].get("default")
                 assert default is None or json.dumps(default) in parameters[one["name"]]
-    assert page.text.count("4XX What is wrong with the request.") == 27
+    assert page.text.count("4XX What is wrong with the request.") == 28
     assert "Authorization: Bearer KEY" in page.text
     assert "limit an integer from 1 to 10000 20 in the query" in page.text
 

@@ -177,12 +177,16 @@ def test_memory_that_was_in_use_is_given_back_later():
     assert not pace.is_due(560 << 20)
     assert pace.is_due(1000 << 20)  # a large answer is being written
     pace.note(900 << 20)
-    waits = [pace.seconds]
-    for _ in range(5):
-        assert pace.is_due(900 << 20)  # it does not grow: it may be free by now
+    waits = []
+    for _ in range(5):  # it does not grow: what is there may be free by now
+        looks = 1
+        while not pace.is_due(900 << 20):
+            looks += 1
+        waits.append(looks)
         pace.note(900 << 20)
-        waits.append(pace.seconds)
-    assert waits == [20, 40, 80, 120, 120, 120]
+    assert waits == [2, 4, 8, 12, 12]
+    assert [pace.is_due(held << 20) for held in (963, 964)] == [False, True]
+    pace.note(900 << 20)
+    assert [pace.is_due(held << 20) for held in (800, 863, 864)] == [False, False, True]
     pace.note(520 << 20)
-    assert pace.seconds == 10
-    assert not pace.is_due(563 << 20)
+    assert [pace.is_due(held << 20) for held in (563, 564)] == [False, True]

@@ -265,6 +265,29 @@ def test_a_chat_streams_and_says_what_was_shared(page):
     assert stub.bodies[-1]["messages"] == [turns[0], {"role": "user", "content": "Anew"}]
 
 
+def test_a_chat_shows_reasoning_and_sends_it_back(page):
+    browser, stub = page
+    for part in ("The sky", " is blue."):
+        stub.answers.put({"choices": [{"delta": {"reasoning_content": part}}]})
+    stub.answers.put(piece("Blue."))
+    end(stub, 9, 0, 5)
+    ask(browser, "Which colour?")
+    shown = [("user", "Which colour?"), ("reasoning", "The sky is blue."), ("assistant", "Blue.")]
+    until(browser, lambda: said(browser) == shown)
+    until(browser, lambda: text(browser, "chat-send") == "Send")
+    end(stub, 20, 9, 1)
+    ask(browser, "Why?")
+    until(browser, lambda: "9 shared" in text(browser, "chat-cost"))
+    answer = {"role": "assistant", "content": "Blue.", "reasoning_content": "The sky is blue."}
+    assert stub.bodies[-1]["messages"][1] == answer
+    stub.answers.put({"choices": [{"delta": {"reasoning_content": "Hm."}}]})
+    stub.answers.put({"error": {"message": "the engine died"}})
+    before = said(browser)
+    ask(browser, "Go on")
+    until(browser, lambda: text(browser, "chat-cost") == "the engine died")
+    assert said(browser) == before
+
+
 def test_a_chat_that_is_stopped_stays_and_one_that_fails_does_not(page):
     browser, stub = page
     stub.answers.put(piece("One, two"))

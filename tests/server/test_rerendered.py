@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import Request, Rerendered
 from onestem.server.log_lines import line_of
 from onestem.server.records.rerendered import kind_of
 from tests.engine.tiny_tokenizers import LLAMA_3_TEMPLATE, make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.server.harness import running
+from tests.server.test_batches import create, ended
 
 THOUGHT = "<think>Z</think>ZZZ"
 KEEPS = LLAMA_3_TEMPLATE
@@ -40,6 +43,35 @@ def told(caplog):
     """Fields of the log's lines about it, by event."""
     caplog.set_level(logging.DEBUG, "onestem.server")
     return lambda event: [r.fields for r in caplog.records if r.getMessage() == event]
+
+
+def test_a_prompt_is_rendered_once(serve, monkeypatch):
+    """Also where calls are held to their schemas, which asks how the prompt ends."""
+    rendered = []
+    render = Tokenizer.apply_chat_template
+
+    def counted(tokenizer, messages, *given, **how):
+        rendered.append(messages[-1]["content"])
+        return render(tokenizer, messages, *given, **how)
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", counted)
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {}}}
+    body = {
+        "messages": [{"role": "user", "content": "Once?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 1,
+    }
+    opens = KEEPS.replace("{% endif %}", "<think>{% endif %}{# <tool_call> tools </think> #}")
+    with serve(opens) as server, server.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert rendered.count("Once?") == 1
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        raw = json.dumps(line).encode()
+        batch = ended(http, create(http, raw, endpoint=line["url"])["id"])
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        assert rendered.count("Once?") == 2
 
 
 def turn(http, messages, **how):

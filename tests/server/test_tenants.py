@@ -58,6 +58,19 @@ def test_nobody_else_is_let_in(keyed, authorization):
         assert http.get("/health").status_code == 200
 
 
+def test_the_document_names_each_way_to_send_a_key(keyed):
+    with keyed.http(ALICE) as http:
+        made = http.get("/openapi.json").json()
+    schemes = made["components"]["securitySchemes"]
+    for ways in made["security"]:  # any of them will do
+        (way,) = (schemes[name] for name in ways)
+        name = way.get("name", "authorization")
+        value = ALICE if way["type"] == "apiKey" else f"{way['scheme'].title()} {ALICE}"
+        with keyed.http() as http:
+            assert http.get("/v1/models", headers={name: value}).status_code == 200
+    assert {way["type"] for way in schemes.values()} == {"apiKey", "http"}
+
+
 def test_the_page_is_the_operators(keyed):
     with keyed.http(ALICE) as http:
         for path in ("/", "/metrics", "/internal/state"):

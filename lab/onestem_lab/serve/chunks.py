@@ -1,12 +1,16 @@
-"""What a chunk of a stream costs the HTTP process: chunks per second of its own CPU time.
+"""What a chunk of a stream, and a first token, cost the HTTP process in CPU time.
 
     python -m onestem_lab.serve.chunks [--streams 64] [--seconds 5] [--rounds 5] [--before DIR]
+        [--kinds chat,completion]
 
 The engine process is one that sends tokens at a fixed pace and computes nothing, the clients are a
 process that counts the events of raw sockets. The pace is below the one at which chunks grow, so
 that each token is a chunk. CPU seconds are those of the HTTP process alone, so that what else the
-machine does hardly matters. `--before`: a clone at another version; both run in turns, and medians
-are compared. Written to lab/results/serve-chunks.json.
+machine does hardly matters. `tools`: a chat whose answers are read for calls (asked: 0.8 of a
+plain chat's chunks); `messages`, `responses`: the same through the other APIs. `--before`: a
+clone at another version, which may lack some kinds; both run in turns, and medians are compared.
+First tokens are those of requests one after the other, each of which is left there. Written to
+lab/results/serve-chunks.json.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +34,23 @@ from typing import Any
 from onestem_lab.results import RESULTS, ROOT, machine, write
 
 RESULT = RESULTS / "serve-chunks.json"
-KINDS = {"chat": "chat/completions", "completion": "completions"}
+USER = [{"role": "user", "content": "Hello"}]
+FUNCTION = {"name": "look_up", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"name": "look_up", "input_schema": FUNCTION["parameters"]}
+# Each kind's path, and its body beside what all have.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {"messages": USER}),
+    "completion": ("completions", {"prompt": [1, 2, 3]}),
+    "tools": (
+        "chat/completions",
+        {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}]},
+    ),
+    "messages": ("messages", {"messages": USER, "tools": [TOOL]}),
+    "responses": ("responses", {"input": "Hello", "tools": [{"type": "function", **FUNCTION}]}),
+}
+WHAT = ("chunks per CPU second", "CPU ms of a first token")
+REQUESTS = 100
+Found = dict[str, dict[str, dict[str, list[float]]]]
 PACE = 7000  # tokens a second, of all streams: below CHUNKS_PER_SECOND
 
 
@@ -39,6 +60,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=Path, metavar="DIR")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--profile", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -46,42 +68,53 @@ def main() -> None:
         asyncio.run(_serve(options.profile))
         return
     versions = {"now": ROOT} | ({"before": options.before} if options.before else {})
-    found: dict[str, dict[str, list[float]]] = {
-        name: {kind: [] for kind in KINDS} for name in versions
+    kinds = options.kinds.split(",")
+    found: Found = {
+        name: {what: {kind: [] for kind in kinds} for what in WHAT} for name in versions
     }
     for turn in range(options.rounds):
         for name, folder in versions.items():
-            for kind in KINDS:
-                each = _measure(folder, kind, options)
-                found[name][kind].append(each)
-                print(f"{turn} {name:6} {kind:10} {each:8.0f} chunks per CPU second", flush=True)
+            for kind in kinds:
+                for what, each in zip(WHAT, _measure(folder, kind, options), strict=True):
+                    found[name][what][kind].append(each)
+                    print(f"{turn} {name:6} {kind:10} {each:9.2f} {what}", flush=True)
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.serve.chunks --streams {options.streams} "
-        f"--seconds {options.seconds:g} --rounds {options.rounds}",
+        f"--seconds {options.seconds:g} --rounds {options.rounds} --kinds {options.kinds}",
         "machine": machine(),
-        "chunks_per_cpu_second": {
-            name: {kind: {"median": median(all_), "all": all_} for kind, all_ in kinds.items()}
-            for name, kinds in found.items()
-        },
+        "found": found,
+        "of_chat": _ratios(found["now"], lambda what, _: found["now"][what]["chat"]),
     }
     if options.before:
-        result["ratio"] = {
-            kind: median(found["now"][kind]) / median(found["before"][kind]) for kind in KINDS
-        }
-        print(result["ratio"])
+        result["of_before"] = _ratios(found["now"], lambda what, kind: found["before"][what][kind])
+    for name in ("of_chat", "of_before"):
+        print(name, result.get(name))
     if not options.profile:
         write(RESULT, result)
+
+
+def _ratios(
+    found: dict[str, dict[str, list[float]]], others: Callable[[str, str], list[float]]
+) -> dict[str, dict[str, float]]:
+    """Medians of the ratios of each round, by what is measured and by kind."""
+    return {
+        what: {
+            kind: median(a / b for a, b in zip(all_, others(what, kind), strict=True))
+            for kind, all_ in kinds.items()
+        }
+        for what, kinds in found.items()
+    }
 
 
 # ----------------------------------------------------------------------------- clients
 
 
-def _measure(folder: Path, kind: str, options: argparse.Namespace) -> float:
-    """Chunks of streams, by CPU seconds of the process that sent them."""
+def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, float]:
+    """What `WHAT` names, by CPU time of the process that sent it."""
     command = [sys.executable, "-m", "onestem_lab.serve.chunks", "--serve"]
     if options.profile:
         command += ["--profile", str(options.profile)]
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'lab'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'lab'}"}
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -93,18 +126,34 @@ def _measure(folder: Path, kind: str, options: argparse.Namespace) -> float:
         assert server.stdin is not None
         assert server.stdout is not None
         port = int(server.stdout.readline())
+        cpu = _first_tokens(server, port, kind)
         sockets = [_ask(port, kind) for _ in range(options.streams)]
         counts = [0] * len(sockets)
         threading.Thread(target=_count, args=(sockets, counts), daemon=True).start()
+        while not all(counts):
+            time.sleep(0.1)
         time.sleep(1.0)
-        cpu, chunks = _told(server), sum(counts)
+        began, chunks = _told(server), sum(counts)
         time.sleep(options.seconds)
-        cpu, chunks = _told(server) - cpu, sum(counts) - chunks
+        seconds, chunks = _told(server) - began, sum(counts) - chunks
         server.stdin.close()
         server.wait()
     if chunks < 0.8 * PACE * options.seconds:
         print(f"  {chunks / options.seconds:.0f} chunks/s of {PACE}: the machine was busy")
-    return chunks / cpu
+    return chunks / seconds, 1000 * cpu / REQUESTS
+
+
+def _first_tokens(server: subprocess.Popen[str], port: int, kind: str) -> float:
+    """CPU seconds of requests up to their first tokens, after as many that warm it."""
+    began = 0.0
+    for number in range(2 * REQUESTS):
+        if number == REQUESTS:
+            began = _told(server)
+        with _ask(port, kind) as stream:
+            data = b""
+            while b"data: " not in data:
+                data += stream.recv(1 << 16)
+    return _told(server) - began
 
 
 def _told(server: subprocess.Popen[str]) -> float:
@@ -117,15 +166,12 @@ def _told(server: subprocess.Popen[str]) -> float:
 
 
 def _ask(port: int, kind: str) -> socket.socket:
-    body: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True}
-    if kind == "chat":
-        body["messages"] = [{"role": "user", "content": "Hello"}]
-    else:
-        body["prompt"] = [1, 2, 3]
-    data = json.dumps(body).encode()
+    path, own = KINDS[kind]
+    limit = "max_output_tokens" if kind == "responses" else "max_tokens"
+    data = json.dumps({limit: 1_000_000, "stream": True, **own}).encode()
     stream = socket.create_connection(("127.0.0.1", port))
     stream.sendall(
-        f"POST /v1/{KINDS[kind]} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n".encode()
         + data
     )

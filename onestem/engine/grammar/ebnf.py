@@ -25,6 +25,8 @@ _MOST_WHITESPACE = 64
 _SEPARATORS = {"spaced": (", ", ": "), "compact": (",", ":")}
 # The compiler's rules (0.2.8) for values that no schema names: they always have this comma.
 _COMMA = re.compile(r'^(basic_(?:array_items|object_properties) ::= \(\()", "', re.MULTILINE)
+# Its exponents have any number of digits, and programs read 1e999 as infinity.
+_EXPONENT = re.compile(r"(\[eE\] \w+ \w+\{1, )-1\}")
 # The compiler's rule (0.2.8) for the characters of a string of limited length. It lets raw control
 # characters in, which JSON forbids, and no escapes, which models write for line breaks and quotes;
 # only literals may have the same text, and never as a rule.
@@ -80,7 +82,7 @@ def ebnf_of(
         )
     except Exception as error:  # it raises many kinds for a bad schema
         raise Refused(name, str(error)) from error
-    text = str(grammar.to_string())
+    text = _EXPONENT.sub(r"\g<1>2}", str(grammar.to_string()))
     if whitespace == "compact":
         text = _COMMA.sub(r'\1","', text)
     return _with_budgets(text, short)

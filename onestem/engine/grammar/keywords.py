@@ -11,6 +11,7 @@ from typing import Any
 from onestem.errors import RequestError
 
 __all__ = [
+    "is_enforced",
     "is_of_type",
     "keyword_fault",
     "neighbour_fault",
@@ -200,6 +201,16 @@ def keyword_fault(schema: Schema, name: str) -> None:
             raise RequestError(
                 f"{name} cannot be used: {keyword} is {value!r:.80}, expected {expected}"
             )
+
+
+def is_enforced(keyword: str, value: Any) -> bool:
+    """Whether the compiler enforces a keyword with this value, whatever is beside it; true of those
+    that restrict nothing. `value` is of the keyword's kind."""
+    if keyword == "pattern":
+        return pattern_fault(value) is None
+    if keyword == "format":
+        return value in _FORMATS
+    return keyword in _KINDS or keyword in _ANNOTATIONS
 
 
 def neighbour_fault(schema: Schema, *, in_names: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from onestem.engine.text.templates import render
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, described
 from onestem.openai.forms.history import Habits, found_out, needs_habits, told, written
+from onestem.openai.rank import question
 
 __all__ = ["ChatTemplate"]
 
@@ -21,6 +23,7 @@ _NOT_TEMPLATE_FIELDS = frozenset(
         "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
     )
 )  # fmt: skip
+_ROLES = ("query", "document")
 
 
 class ChatTemplate:
@@ -43,6 +46,11 @@ class ChatTemplate:
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     @cached_property
+    def _knows_documents(self) -> bool:
+        """Whether messages of a template of a reranker are a query and a document."""
+        return all(re.search(rf"""['"]{role}['"]""", self._source) for role in _ROLES)
+
+    @cached_property
     def _described(self) -> tuple[Form, bool]:
         """The model's form, and whether the template has it."""
         return described(self._source)
@@ -51,6 +59,11 @@ class ChatTemplate:
     def form(self) -> Form | None:
         """How the model writes calls of tools and reasoning; None: there is no template."""
         return self._described[0] if self else None
+
+    @property
+    def gap(self) -> str | None:
+        """Blanks that it writes between a text and a call (`Reading`)."""
+        return self._habits.gap
 
     @cached_property
     def _habits(self) -> Habits:
@@ -65,8 +78,10 @@ class ChatTemplate:
         return found_out(attempt, *self._described)
 
     def plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as a template reads them: OpenAI's `developer` is a `system` that it may know
-        by that name alone."""
+        """Messages as a template reads them. OpenAI's `developer` is a `system` that it may know
+        by that name alone, and a query with a document a pair of messages or a question."""
+        if messages and messages[-1]["role"] == "document" and not self._knows_documents:
+            return question(messages)
         plain = [dict(message) for message in messages]
         if "developer" not in self._source:
             for message in plain:

@@ -271,7 +271,9 @@ class Tokenizer(Vocabulary):
         if form is None or (texts is None and not form.has_reasoning):
             return None
         opened = is_free and self.is_reasoning(prompt)
-        return Reading(form=form, calls=texts is not None, texts=texts or {}, opened=opened)
+        calls = texts is not None
+        gap = self._chat.gap if calls else None
+        return Reading(form=form, calls=calls, texts=texts or {}, opened=opened, gap=gap)
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""

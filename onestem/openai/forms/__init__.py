@@ -2,15 +2,16 @@
 
 from onestem.openai.forms.families import FORMS, GENERIC, described, form_of
 from onestem.openai.forms.form import Form
-from onestem.openai.forms.grammar import CheckSchema, Tools, held_to
-from onestem.openai.forms.reader import AnswerReader, ReadAnswer, Reading
+from onestem.openai.forms.grammar import HoldSchema, Tools, held_to
+from onestem.openai.forms.reader import AnswerReader, Mode, ReadAnswer, Reading
 
 __all__ = [
     "FORMS",
     "GENERIC",
     "AnswerReader",
-    "CheckSchema",
     "Form",
+    "HoldSchema",
+    "Mode",
     "ReadAnswer",
     "Reading",
     "Tools",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onestem.errors import RequestError, UnsupportedError
+from onestem.errors import RequestError
 from onestem.openai.forms.form import Channels, Form, Reasoning
 from onestem.openai.forms.values import (
     Piece,
@@ -20,13 +20,13 @@ from onestem.openai.forms.values import (
 )
 from onestem.request import whitespace_of
 
-__all__ = ["CheckSchema", "TokenOf", "Tools", "held_to"]
+__all__ = ["ANY_OBJECT", "HoldSchema", "TokenOf", "Tools", "held_to"]
 
 JsonObject = dict[str, Any]
 Mode = Literal["none", "auto", "required"]
-# Raises `RequestError` for an invalid schema, `UnsupportedError` for one that would not be
-# enforced. It takes the schema, whether other properties are forbidden, and the schema's name.
-CheckSchema = Callable[[Mapping[str, Any], bool, str], object]
+# The schema that arguments are held to. It takes that of their function, whether to refuse what
+# would not be enforced, and the schema's name, and raises `RequestError` for an invalid one.
+HoldSchema = Callable[[Mapping[str, Any], bool, str], Mapping[str, Any]]
 TokenOf = Callable[[str], int | None]
 
 
@@ -74,7 +74,7 @@ def held_to(
     tools: Tools,
     response_format: Mapping[str, Any] | None,
     token_of: TokenOf,
-    check_schema: CheckSchema,
+    hold_schema: HoldSchema,
     *,
     opened: bool = False,
 ) -> JsonObject:
@@ -88,7 +88,7 @@ def held_to(
     Raises:
         RequestError: a schema is invalid, or is `strict` and would not be enforced.
     """
-    writer = _Writer(form, tools, token_of, check_schema)
+    writer = _Writer(form, tools, token_of, hold_schema)
     answer = None
     if response_format is not None and response_format["type"] != "text":
         answer = _format_of(response_format)
@@ -121,7 +121,7 @@ class _Writer:
     """
 
     def __init__(
-        self, form: Form, tools: Tools, token_of: TokenOf, check_schema: CheckSchema
+        self, form: Form, tools: Tools, token_of: TokenOf, hold_schema: HoldSchema
     ) -> None:
         self._form, self._tools = form, tools
         every = [*form.marks, *(form.channels.ends if form.channels else ())]
@@ -129,7 +129,7 @@ class _Writer:
         self._tokens = {mark: token for mark in every if (token := token_of(mark)) is not None}
         self._cuts = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
         arguments = {
-            tool["function"]["name"]: _checked(tool["function"], place, check_schema)
+            tool["function"]["name"]: _held(tool["function"], place, hold_schema)
             for place, tool in tools.allowed.items()
         }
         self._arguments = {
@@ -243,27 +243,23 @@ def _separated(separator: str, tags: Sequence[JsonObject]) -> JsonObject:
 
 
 # Arguments of a function whose schema would not be enforced.
-_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def _checked(function: Mapping[str, Any], place: int, check: CheckSchema) -> tuple[JsonObject, str]:
+def _held(
+    function: Mapping[str, Any], place: int, hold_schema: HoldSchema
+) -> tuple[Mapping[str, Any], str]:
     """The schema that a function's arguments are held to, and its name in errors."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     name = f"tools[{place}].function.parameters"
-    try:
-        check(schema, True, name)
-    except UnsupportedError as error:
-        if function.get("strict"):
-            raise RequestError(f"{error}, or leave out strict") from error
-        schema = _ANY_OBJECT
-    return schema, name
+    return hold_schema(schema, bool(function.get("strict")), name), name
 
 
 def _format_of(response_format: Mapping[str, Any]) -> JsonObject:
     said = whitespace_of(response_format)
     form = {"type": "json_schema", **({"whitespace": said} if said else {})}
     if response_format["type"] == "json_object":
-        return {**form, "json_schema": _ANY_OBJECT}
+        return {**form, "json_schema": ANY_OBJECT}
     if response_format["type"] != "json_schema":
         raise RequestError(
             f"response_format of type {response_format['type']} beside tools: leave one of them out"

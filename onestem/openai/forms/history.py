@@ -40,6 +40,8 @@ class Habits:
         calls: how it takes arguments of calls: as `objects` or as `texts`; None: it writes none.
         one_call: it takes one call per message.
         apart: it writes no text beside calls, which therefore gets a message before them.
+        gap: blanks that it writes between a text, whose own ones at its end it keeps, and a call;
+            None: it is not known to do so.
         results: it takes messages of tools.
         reasoning: the name by which it reads reasoning; None: it does not.
     """
@@ -49,6 +51,7 @@ class Habits:
     calls: str | None = None
     one_call: bool = False
     apart: bool = False
+    gap: str | None = None
     results: bool = False
     reasoning: str | None = None
 
@@ -120,8 +123,7 @@ def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
     if habits.calls is None:
         del message["tool_calls"]
         content = message["content"]
-        gap = "\n" if content and not content.endswith("\n") else ""
-        message["content"] = content + gap + _calls(form, calls)
+        message["content"] = content + "\n" * bool(content) + _calls(form, calls)
     elif habits.calls == "texts":
         message["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _as_text(call)}}
@@ -269,6 +271,15 @@ def found_out(
         beside = [_USER, {**_LOOP[1], "content": "qzbeside"}, *_LOOP[2:]]
         is_there = writes(["qzbeside"], written(beside, form, habits), **given)
         habits = replace(habits, apart=not is_there)
+    if form.channels is None and not habits.apart:
+
+        def gap(text: str) -> str:
+            beside = [_USER, {**_LOOP[1], "content": text}, *_LOOP[2:]]
+            after = render(written(beside, form, habits), given).partition("qzbeside")[2]
+            return after[: len(after) - len(after.lstrip())]
+
+        own = gap("qzbeside")
+        habits = replace(habits, gap=own if gap("qzbeside\n\n\n") == f"\n\n\n{own}" else None)
     system = [{"role": "system", "content": "qzsystem"}, _USER]
     habits = replace(habits, system=writes(["qzsystem", "qzuser"], system), tools=tools)
     for name in ("reasoning_content", "reasoning", "thinking"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -15,7 +15,7 @@ from typing import Literal
 from onestem.openai.forms.arguments import ArgumentsReader, arguments_reader, held_back
 from onestem.openai.forms.form import Form
 
-__all__ = ["AnswerEvent", "AnswerReader", "ReadAnswer", "Reading"]
+__all__ = ["AnswerEvent", "AnswerReader", "Mode", "ReadAnswer", "Reading"]
 
 Mode = Literal["text", "thought", "between"]
 LONGEST_HEAD = 1000  # maximum characters from a call's beginning to its arguments
@@ -30,12 +30,15 @@ class Reading:
         calls: whether there may be calls; else they are text.
         texts: of each tool, the parameters that are texts and nothing else.
         opened: whether the prompt ends inside reasoning.
+        gap: blanks that the template writes between a text and a call; others are the text's own.
+            None: all of them are left out.
     """
 
     form: Form
     calls: bool = True
     texts: Mapping[str, Collection[str]] = field(default_factory=dict)
     opened: bool = False
+    gap: str | None = None
 
 
 @dataclass(slots=True)
@@ -52,15 +55,12 @@ class AnswerEvent:
 
 
 class AnswerReader:
-    """Reads one answer's text.
-
-    Attributes:
-        is_plain: all that comes is text, and is given out as it is.
-    """
+    """Reads one answer's text."""
 
     def __init__(self, reading: Reading) -> None:
         form = reading.form
         self._form, self._opened, self._texts = form, reading.opened, reading.texts
+        self._gap, self._has_text = reading.gap, False
         self._has_calls = reading.calls
         self._calls = (form.begin,) if reading.calls and form.begin else ()
         self._marks = _marks_of(form, self._calls, form.dropped if reading.calls else ())
@@ -77,23 +77,33 @@ class AnswerReader:
             self._read = self._read_start
         elif form.channels is not None:
             self._mode = "between"
-        self.is_plain = self._is_plain
+        self._plain: Callable[[str], object] | None = None  # whether a text is given out as it is
+        self._note_plain()
+
+    def plain(self, text: str) -> Mode | None:
+        """What a text is that is given out as it is, which most are: it cannot be part of a mark,
+        and nothing is held back. None: it is to be fed."""
+        if self._plain is None or not self._plain(text):
+            return None
+        self._space = ""
+        if self._mode == "text":
+            self._has_text = True
+        return self._mode
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
-        if self.is_plain:
-            return [AnswerEvent(text=text)] if text else []
         self._buffer += text
         while self._read():
             pass
-        self.is_plain = self._is_plain
+        self._note_plain()
         found, self._found = self._found, []
         return found
 
-    @property
-    def _is_plain(self) -> bool:
-        is_text = self._mode == "text" and self._read == self._read_on
-        return is_text and not (self._fresh or self._buffer or self._marks["text"])
+    def _note_plain(self) -> None:
+        self._plain = None
+        if self._read == self._read_on and not (self._fresh or self._buffer):
+            marks = self._marks[self._mode]
+            self._plain = str if marks is None else marks.cannot_begin
 
     @property
     def has_called(self) -> bool:
@@ -123,8 +133,9 @@ class AnswerReader:
         if self._fresh:
             text = text.lstrip("\n")
         if text:
-            self._fresh = False
+            self._fresh, self._space = False, ""
             is_thought = self._mode == "thought"
+            self._has_text |= not is_thought
             self._found.append(AnswerEvent(reasoning=text) if is_thought else AnswerEvent(text))
 
     def _tell_arguments(self, text: str) -> None:
@@ -163,8 +174,8 @@ class AnswerReader:
         before, self._buffer = self._buffer[:at], self._buffer[at:]
         is_thought = self._mode == "thought"
         told = before.rstrip("\n" if is_thought else None)
-        self._space = before[len(told) :]
         self._tell(told)
+        self._space += before[len(told) :]
         channels, reasoning = self._form.channels, self._form.reasoning
         if mark in self._calls:
             self._head, self._read = self._form.head, self._read_head
@@ -173,6 +184,8 @@ class AnswerReader:
             self._read = self._read_header
             return True
         self._buffer = self._buffer[len(mark) :]
+        if mark not in self._form.dropped:
+            self._space = ""
         if reasoning is not None and mark in (reasoning.open, reasoning.close):
             self._mode, self._fresh = "text" if is_thought else "thought", True
         elif channels is not None:
@@ -212,6 +225,10 @@ class AnswerReader:
 
     def _call(self, name: str, call_id: str) -> None:
         """A call begins, which ends reasoning."""
+        is_after = self._has_text and not self._num_calls and self._mode == "text"
+        if is_after and self._gap is not None and self._space.endswith(self._gap):
+            self._tell(self._space.removesuffix(self._gap))
+        self._space = ""
         self._found.append(AnswerEvent(name=name, index=self._num_calls, id=call_id))
         self._num_calls += 1
         self._arguments = arguments_reader(self._form.arguments, self._texts.get(name, ()))
@@ -280,7 +297,9 @@ class _Marks:
     def __init__(self, texts: Collection[str]) -> None:
         self.search = re.compile("|".join(map(re.escape, texts))).search
         self._texts = tuple(texts)
-        self._first = re.compile(f"[{''.join(re.escape(text[0]) for text in texts)}]").search
+        first = "".join(re.escape(text[0]) for text in texts)
+        self._first = re.compile(f"[{first}]").search
+        self.cannot_begin = re.compile(rf"[^{first}]*[^{first}\s]").fullmatch
         self._longest = max(map(len, texts)) - 1
 
     def undecided(self, text: str) -> int:

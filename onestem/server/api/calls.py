@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from onestem.openai.forms import Reading
+from onestem.openai.rank import Ranking
 from onestem.openai.read import Echo
 from onestem.openai.write import Dialect
 from onestem.scores import ScoreTask
@@ -29,6 +30,7 @@ class Call(CallRecord):
 
     Attributes:
         tasks: what each of them scores; none where answers are sampled.
+        ranking: what `tasks` judge; None: they are not of documents.
         chunk_size: of its stream's chunks after the first one; None: a token each.
         echo: how its prompts are given back; None: they are not.
         reading: how its answers are read; None: they are text as they are.
@@ -39,6 +41,7 @@ class Call(CallRecord):
 
     model: str
     tasks: Sequence[ScoreTask] = ()
+    ranking: Ranking | None = None
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
@@ -116,7 +119,7 @@ def usage_of(call: Call) -> dict[str, object]:
     """OpenAI's `usage`; a prompt counts once, however many answers it gets. Of a call that has
     begun: as far as it is known."""
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
-    if call.tasks:
+    if call.tasks and call.ranking is None:
         prompt = sum(task.num_tokens for task in call.tasks)
     metrics = call.metrics or list(call.inbox.begun.values())
     output = sum(one.num_output_tokens for one in metrics)

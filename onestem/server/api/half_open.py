@@ -47,8 +47,8 @@ class HalfOpenProtocol(H11Protocol):
     @property
     def is_free(self) -> bool:
         """See `PieceWriter`."""
-        cycle = self.cycle
-        return cycle is not None and not self.flow.write_paused and not cycle.disconnected
+        cycle, is_closing = self.cycle, self.transport.is_closing()
+        return not (cycle is None or self.flow.write_paused or cycle.disconnected or is_closing)
 
     def write_piece(self, data: bytes) -> None:
         """Write a chunk as h11 would."""

@@ -44,7 +44,7 @@ def body_of(model: type[BaseModel], media_type: str = "application/json") -> dic
 
 
 def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
-    """The document of all routes; `keys`: whether a bearer's key is needed."""
+    """The document of all routes; `keys`: whether a key is needed."""
     made = get_openapi(
         title="Onestem",
         version=__version__,
@@ -63,6 +63,9 @@ def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
         for operation in path.values():
             operation["responses"].pop("422", None)
     if keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        made["security"] = [{"key": []}]
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        made["security"] = [{"key": []}, {"header": []}]  # either
     return made

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,14 +15,16 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from onestem.batch.first_pass import NO_TOKENIZER
-from onestem.engine.grammar.schema import check_schema
+from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import Reading
+from onestem.openai.rank import Ranking
 from onestem.openai.read import Asked, JsonObject, Prompt, read_object
 from onestem.openai.schema import Kind
+from onestem.rawtext import RawText
 from onestem.request import Request
 from onestem.scores import ScoreTask
 from onestem.server.api.callers import Asks, Serves, bodies_of
@@ -77,10 +81,13 @@ async def prepare(
         asked = await model.parsed(raw, lambda data: read(_noted(http, data)))
         model.check_name(asked.model)
         service.client.supervisor.check_up()
+        name, prefixes = asked.prefix, service.prefixes
+        prefix = prefixes.find(tenant, name) if name is not None else None
+        ids: list[int] | None = None
         if model.bounded_tokenizer is not None and asked.has_messages:
-            asked = await _held(model, model.bounded_tokenizer, asked)
-        call = await _call(service, asked, tenant, arrived)
-        del asked, raw
+            asked, ids = await _held(model, model.bounded_tokenizer, asked, prefix)
+        call = await _call(service, asked, tenant, prefix, ids, arrived)
+        del asked, ids, raw
     first = call.requests[0]
     if first.params.response_format is not None or first.pml is not None:
         await _validate(service.client, call)
@@ -89,30 +96,43 @@ async def prepare(
     return call
 
 
-async def _held(model: ServedModel, tokenizer: BoundedTokenizer, asked: Asked) -> Asked:
-    """A chat in the model's form; in a thread where it has tools."""
+async def _held(
+    model: ServedModel, tokenizer: BoundedTokenizer, asked: Asked, prefix: Prefix | None
+) -> tuple[Asked, list[int] | None]:
+    """A chat in the model's form, in a thread where it has tools; and its ids, where it had to be
+    tokenised for that."""
     form, token_of = tokenizer.tool_form, tokenizer.control_token
+    ids = None
 
     def opened() -> bool:
-        return tokenizer.is_reasoning(_chat_ids(tokenizer, asked.prompts[0], None))
+        nonlocal ids
+        ids = _chat_ids(tokenizer, asked.prompts[0], prefix)
+        return tokenizer.is_reasoning(ids)
 
-    held = partial(asked.held, form, token_of, check_schema, opened=opened)
-    return held() if asked.tools is None else await model.in_thread(held)
+    held = partial(asked.held, form, token_of, held_schema, opened=opened)
+    return (held() if asked.tools is None else await model.in_thread(held)), ids
 
 
-async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) -> Call:
-    """The call of a body: tokenised and checked, in a thread where that takes time."""
+async def _call(
+    service: Service,
+    asked: Asked,
+    tenant: Tenant,
+    prefix: Prefix | None,
+    ids: list[int] | None,
+    arrived: float,
+) -> Call:
+    """The call of a body: tokenised and checked, in a thread where that takes time. `ids`: of its
+    only prompt, if it is tokenised."""
     prefix_of_id = ID_OF[asked.kind] if asked.dialect is None else asked.dialect.id_prefix
     name = prefix_of_id + secrets.token_hex(12)
     prefixes, model = service.prefixes, service.model
-    prefix = prefixes.find(tenant, asked.prefix) if asked.prefix is not None else None
     tasks: list[ScoreTask] = []
     if asked.kind == "score":
         requests, tasks = await model.in_thread(_score_requests, service, asked, tenant, name)
     elif _is_quick(asked):
-        requests = _requests(service, asked, tenant, prefix, name)
+        requests = _requests(service, asked, tenant, prefix, ids, name)
     else:
-        requests = await model.in_thread(_requests, service, asked, tenant, prefix, name)
+        requests = await model.in_thread(_requests, service, asked, tenant, prefix, ids, name)
     tokenizer = model.bounded_tokenizer
     begun = prefix or prefixes.begun_by(tenant, requests[0].prompt_token_ids)
     return Call(
@@ -122,6 +142,7 @@ async def _call(service: Service, asked: Asked, tenant: Tenant, arrived: float) 
         tenant=tenant,
         requests=requests,
         tasks=tasks,
+        ranking=asked.ranking,
         app=begun.name if begun is not None else "",
         stream=asked.stream,
         include_usage=asked.include_usage,
@@ -162,24 +183,30 @@ def _is_quick(asked: Asked) -> bool:
 
 
 def _requests(
-    service: Service, asked: Asked, tenant: Tenant, prefix: Prefix | None, name: str
+    service: Service,
+    asked: Asked,
+    tenant: Tenant,
+    prefix: Prefix | None,
+    ids: list[int] | None,
+    name: str,
 ) -> list[Request]:
-    """A validated request for each prompt."""
+    """A validated request for each prompt; `ids` as for `_call`."""
     if asked.prompts[0].pml is not None:
         return [_pml_request(service, asked, tenant, asked.prompts[0], name)]
     model, tokenizer = service.model, service.model.bounded_tokenizer
+    each = _token_ids(tokenizer, asked, prefix) if ids is None else [ids]
     requests = [
         _request(
             service,
             asked,
             tenant,
             f"{name}-{number}",
-            ids,
-            prompt=_echo_of(model.tokenizer, asked.prompts[number], ids) if asked.echo else None,
+            own,
+            prompt=_echo_of(model.tokenizer, asked.prompts[number], own) if asked.echo else None,
             stream=asked.stream,
             prefilled_tokens=_prefilled(tokenizer, asked.prompts[number]),
         )
-        for number, ids in enumerate(_token_ids(tokenizer, asked, prefix))
+        for number, own in enumerate(each)
     ]
     if len(requests) > 1 and not asked.stream:
         model.check_together(requests)
@@ -209,27 +236,59 @@ def _score_requests(
 ) -> tuple[list[Request], list[ScoreTask]]:
     """A validated request for each prompt, and what is scored of it."""
     tasks = _tasks(service.model.bounded_tokenizer, asked)
-    requests = [
-        _request(service, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
-        for number, task in enumerate(tasks)
-    ]
+    requests = []
+    for number, task in enumerate(tasks):
+        with _named(asked, number):
+            requests.append(
+                _request(service, asked, tenant, f"{name}-{number}", task.prompt, paths=task.paths)
+            )
     return requests, tasks
+
+
+@contextmanager
+def _named(asked: Asked, number: int) -> Iterator[None]:
+    """Errors of a document say which one it is."""
+    try:
+        yield
+    except RequestError as error:
+        if asked.ranking is None:
+            raise
+        raise RequestError(f"documents[{number}]: {error}") from error
 
 
 def _tasks(tokenizer: BoundedTokenizer | None, asked: Asked) -> list[ScoreTask]:
     """Tokenise each prompt, and again with each of its completions."""
+    if asked.ranking is not None:
+        return _judged(tokenizer, asked, asked.ranking)
     some = asked.completions or [()] * len(asked.prompts)
     characters = sum(
         len(prompt.raw.text) * (1 + len(completions))
         for prompt, completions in zip(asked.prompts, some, strict=True)
         if prompt.raw is not None
     )
+    _bound(characters, "completion", "several requests, or token ids")
+    return [asked.task(number, tokenizer) for number in range(len(asked.prompts))]
+
+
+def _bound(characters: int, of: str, fewer: str) -> None:
     if characters > MOST_CHARACTERS:
         raise RequestError(
-            f"prompts have {characters} characters, each counted again for each completion, limit "
-            f"is {MOST_CHARACTERS}: send several requests, or token ids"
+            f"prompts have {characters} characters, each counted again for each {of}, limit is "
+            f"{MOST_CHARACTERS}: send {fewer}"
         )
-    return [asked.task(number, tokenizer) for number in range(len(asked.prompts))]
+
+
+def _judged(tokenizer: BoundedTokenizer | None, asked: Asked, ranking: Ranking) -> list[ScoreTask]:
+    """The prompt of each document, and both answers to it."""
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    _bound(sum(map(len, itertools.chain(*ranking.pairs))), "document", "several requests")
+    answers = tokenizer.encode_batch([*map(RawText, ranking.answers)], add_special_tokens=False)
+    tasks = []
+    for number, prompt in enumerate(asked.prompts):
+        with _named(asked, number):
+            tasks.append(ScoreTask(_chat_ids(tokenizer, prompt, None), answers))
+    return tasks
 
 
 def _pml_request(

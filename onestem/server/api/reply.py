@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -22,6 +23,7 @@ from onestem.openai.write import (
     ResponseFormat,
     answer_body,
     scores_body,
+    scores_of,
 )
 from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.api.calls import Call, usage_of
@@ -238,6 +240,9 @@ def whole_body(
     whole = {"id": call.id, "created": call.created, "usage": usage_of(call)}
     if call.tasks:
         answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)
+        if call.ranking is not None:
+            ranked = partial(call.ranking.body, call.id, call.created, call.model)
+            return _spelled(lambda: ranked(list(starmap(scores_of, answered)), usage_of(call)))
         return _spelled(lambda: scores_body(call.id, call.model, answered)) | whole
     if call.dialect is not None:
         (piece,) = pieces.values()

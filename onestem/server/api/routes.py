@@ -13,13 +13,14 @@ from starlette.responses import JSONResponse, Response
 
 from onestem import __version__
 from onestem.checked import show
-from onestem.openai.read import Asked, JsonObject, read_body
+from onestem.openai.read import Asked, JsonObject, read_body, read_rerank
 from onestem.openai.schema import (
     BatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     PrefixBody,
+    RerankBody,
     SchemaBody,
     ScoreBody,
     TokenizeBody,
@@ -81,10 +82,20 @@ async def completions(request: Request, service: Serves, tenant: Asks) -> Respon
     return await answer(partial(read_body, "completion"), request, service, tenant)
 
 
+@tokens.post("/score", include_in_schema=False)
 @api.post("/score", openapi_extra=body_of(ScoreBody))
 async def score(request: Request, service: Serves, tenant: Asks) -> Response:
-    """How probable given texts are: completions of prompts, or whole texts."""
+    """How probable given texts are: completions of prompts, or whole texts; or how relevant
+    documents are to queries."""
     return await answer(partial(read_body, "score"), request, service, tenant)
+
+
+@tokens.post("/rerank", include_in_schema=False)
+@tokens.post("/v2/rerank", include_in_schema=False)
+@api.post("/rerank", openapi_extra=body_of(RerankBody))
+async def rerank(request: Request, service: Serves, tenant: Asks) -> Response:
+    """Order documents by how relevant they are to a query."""
+    return await answer(read_rerank, request, service, tenant)
 
 
 async def answer(

@@ -44,13 +44,22 @@ async function answer(asked, shown) {
   if (reply.status === 401) at("chat-key").hidden = false;
   if (!reply.ok) throw new Error((await reply.json()).error.message);
   for await (const { choices, usage } of events(reply.body)) {
-    shown.append(choices[0]?.delta.content ?? "");
+    const delta = choices[0]?.delta;
+    if (delta?.reasoning_content) thought(shown).append(delta.reasoning_content);
+    shown.append(delta?.content ?? "");
     at("chat-log").scrollTop = at("chat-log").scrollHeight;
     if (usage) at("chat-cost").textContent = cost(usage);
   }
 }
 
 const said = (role, text) => at("chat-log").appendChild(html("p", { class: role }, text));
+
+// What the model thinks before an answer.
+function thought(answer) {
+  const before = answer.previousSibling;
+  if (before.className === "reasoning") return before;
+  return at("chat-log").insertBefore(html("p", { class: "reasoning" }), answer);
+}
 
 async function send() {
   const text = at("chat-text").value;
@@ -64,14 +73,17 @@ async function send() {
   const error = await answer(asked, shown[1]).catch((reason) => reason);
   if (running !== mine) return; // the conversation began again
   idle();
+  const before = shown[1].previousSibling === shown[0] ? [] : [shown[1].previousSibling];
   // An answer that was stopped stays as far as it came; what failed was never said.
   if (error === undefined || error.name === "AbortError") {
-    messages = [...asked, { role: "assistant", content: shown[1].textContent }];
+    const said = { role: "assistant", content: shown[1].textContent };
+    for (const { textContent } of before) said.reasoning_content = textContent;
+    messages = [...asked, said];
     return;
   }
   at("chat-cost").textContent = error.message;
   at("chat-text").value = text;
-  for (const part of shown) part.remove();
+  for (const part of [...shown, ...before]) part.remove();
 }
 
 function idle() {
