@@ -196,7 +196,7 @@ class TrimPace:
         self._pause = self._left = 1  # looks until the next try
 
     def is_due(self, held: int) -> bool:
-        """At a look each `TRIM_SECONDS`: whether a try is worth it, with so many resident bytes."""
+        """At a look each `TRIM_SECONDS`: whether a try is worth it. `held`: as above."""
         self._last, self._left = min(self._last, held), self._left - 1
         if held < self._least + TRIM_BYTES:
             self._pause = self._left = 1
