@@ -469,8 +469,8 @@ def test_a_limit_of_any_length_is_one_rule(most: int) -> None:
     schema = an_object(properties={name: string(maxLength=most) for name in names}, required=names)
     rules = ebnf_of(core, schema, strict=True, short=16).splitlines()
     assert sum("max_chars" in rule for rule in rules) == 1
-    assert not any("{" in rule.replace("{0, -1}", "").replace("{1, -1}", "").replace('"{"', "")
-                   for rule in rules)  # fmt: skip
+    # A compiler copies what is repeated a number of times; exponents have two digits.
+    assert not any("{" in re.sub(r'\{[01], -1\}|\{1, 2\}|"\{"', "", rule) for rule in rules)
     compiled = core.Grammar.from_ebnf("\n".join(rules), "root")  # it is one
     assert str(compiled.to_string())
 
