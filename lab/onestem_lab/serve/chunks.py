@@ -75,7 +75,8 @@ def main() -> None:
     for turn in range(options.rounds):
         for name, folder in versions.items():
             for kind in kinds:
-                for what, each in zip(WHAT, _measure(folder, kind, options), strict=True):
+                measured = _measure(folder, kind, options)
+                for what, each in zip(WHAT, measured or (), strict=measured is not None):
                     found[name][what][kind].append(each)
                     print(f"{turn} {name:6} {kind:10} {each:9.2f} {what}", flush=True)
     result: dict[str, Any] = {
@@ -101,6 +102,7 @@ def _ratios(
         what: {
             kind: median(a / b for a, b in zip(all_, others(what, kind), strict=True))
             for kind, all_ in kinds.items()
+            if others(what, kind)
         }
         for what, kinds in found.items()
     }
@@ -109,8 +111,9 @@ def _ratios(
 # ----------------------------------------------------------------------------- clients
 
 
-def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, float]:
-    """What `WHAT` names, by CPU time of the process that sent it."""
+def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, float] | None:
+    """What `WHAT` names, by CPU time of the process that sent it; None: a version has no such
+    route."""
     command = [sys.executable, "-m", "onestem_lab.serve.chunks", "--serve"]
     if options.profile:
         command += ["--profile", str(options.profile)]
@@ -126,6 +129,11 @@ def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[floa
         assert server.stdin is not None
         assert server.stdout is not None
         port = int(server.stdout.readline())
+        with _ask(port, kind) as stream:
+            is_there = b" 200 " in stream.recv(1 << 16)
+        if not is_there:
+            server.kill()
+            return None
         cpu = _first_tokens(server, port, kind)
         sockets = [_ask(port, kind) for _ in range(options.streams)]
         counts = [0] * len(sockets)
