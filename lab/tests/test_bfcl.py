@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from onestem_lab.serve.bfcl import Ask, Question, as_schema
+from onestem_lab.serve.bfcl import Ask, Question
+from onestem_lab.serve.bfcl_data import as_schema
 
 PARAMETERS = {
     "type": "dict",

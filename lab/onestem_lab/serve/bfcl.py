@@ -42,22 +42,13 @@ from onestem.openai.forms.grammar import ANY_OBJECT
 from onestem_lab.load.client import open_client
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.serve.bfcl_data import as_schema, data_folder
 
 SINGLE_TURN = (
     "simple_python", "simple_java", "simple_javascript", "multiple", "parallel",
     "parallel_multiple", "irrelevance", "live_simple", "live_multiple", "live_parallel",
     "live_parallel_multiple", "live_irrelevance", "live_relevance",
 )  # fmt: skip
-# The names of BFCL's types in JSON schemas (its `GORILLA_TO_OPENAPI`, and what that leaves out).
-TYPES = {
-    "dict": "object", "HashMap": "object", "Hashtable": "object",
-    "float": "number", "double": "number",
-    "byte": "integer", "short": "integer", "long": "integer", "Bigint": "integer",
-    "tuple": "array", "list": "array", "ArrayList": "array", "Array": "array", "Queue": "array",
-    "Stack": "array",
-    "any": "string", "Any": "string", "String": "string", "char": "string", "": "string",
-    "bool": "boolean", "Boolean": "boolean",
-}  # fmt: skip
 MAX_TOKENS = 200
 MAX_LEN = 32768
 TENTH = 10
@@ -197,27 +188,15 @@ class Ask:
 
 def questions() -> Iterator[Question]:
     """All of BFCL's single-turn prompts, in the order of its categories."""
-    found = find_spec("bfcl_eval")
-    if found is None or found.origin is None:
-        raise SystemExit("bfcl-eval is not installed: pip install --no-deps bfcl-eval")
+    data = data_folder()
     for category in SINGLE_TURN:
-        file = Path(found.origin).parent / "data" / f"BFCL_v4_{category}.json"
+        file = data / f"BFCL_v4_{category}.json"
         for line in file.read_text().splitlines():
             told = json.loads(line)
             functions = [
                 {**one, "parameters": as_schema(one["parameters"])} for one in told["function"]
             ]
             yield Question(told["id"], category, told["question"][0], functions)
-
-
-def as_schema(value: Any) -> Any:
-    """BFCL's types by their names in JSON schemas."""
-    if isinstance(value, dict):
-        return {
-            key: TYPES.get(one, one) if key == "type" and isinstance(one, str) else as_schema(one)
-            for key, one in value.items()
-        }
-    return [as_schema(one) for one in value] if isinstance(value, list) else value
 
 
 def embedded() -> Any:

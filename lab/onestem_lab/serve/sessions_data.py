@@ -9,9 +9,10 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from onestem_lab.serve.bfcl_data import as_schema, data_folder
 
 __all__ = [
     "Answer",
@@ -30,8 +31,6 @@ Json = dict[str, Any]
 DOCS = ("gorilla_file_system", "math_api", "message_api", "ticket_api", "posting_api",
         "trading_bot", "travel_booking", "vehicle_control")  # fmt: skip
 QUESTIONS = "BFCL_v4_multi_turn_long_context.json"
-# BFCL's names of types -> JSON schema's.
-TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 SHORTEST = 20  # tokens of a tool's result
 
 
@@ -120,10 +119,7 @@ class Source:
     """
 
     def __init__(self, count: Callable[[str], int], seed: int = 0) -> None:
-        found = find_spec("bfcl_eval")
-        if found is None or found.origin is None:
-            raise SystemExit("bfcl-eval is not installed: pip install --no-deps bfcl-eval")
-        data = Path(found.origin).parent / "data"
+        data = data_folder()
         self._count, self._rng = count, random.Random(seed)
         self._docs = [doc for name in DOCS for doc in _lines(data / "multi_turn_func_doc", name)]
         questions = (data / QUESTIONS).read_text().splitlines()
@@ -143,7 +139,7 @@ class Source:
         kept: list[Json] = []
         for doc in self._docs:
             tool = {name: doc[name] for name in ("name", "description")}
-            tool["parameters"] = _as_schema(doc["parameters"])
+            tool["parameters"] = as_schema(doc["parameters"])
             tokens -= self._count(json.dumps(tool))
             if kept and tokens < 0:
                 break
@@ -298,15 +294,6 @@ def _lines(folder: Path, name: str) -> list[Json]:
 
 def _size_of(source: Source) -> Callable[[Json], int]:
     return lambda tool: source._count(json.dumps(tool))
-
-
-def _as_schema(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: TYPES.get(one, one) if key == "type" and isinstance(one, str) else _as_schema(one)
-            for key, one in value.items()
-        }
-    return [_as_schema(one) for one in value] if isinstance(value, list) else value
 
 
 def _calls(truth: Sequence[str], tools: dict[str, Json]) -> list[Call]:
