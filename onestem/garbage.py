@@ -1,5 +1,5 @@
 """Fewer passes of Python's collector of cycles over what lives as long as its process, and what
-becomes of freed memory: it stays with an engine's process, and leaves a server's."""
+becomes of freed memory: an engine's process keeps it for a while, and it leaves a server's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from onestem.threads import resident_bytes
+
 __all__ = [
+    "TrimPace",
     "collecting_less",
     "give_freed_memory_back",
     "give_holes_back",
+    "giving_holes_back",
     "keep_freed_memory",
     "share_heaps",
 ]
@@ -27,6 +31,10 @@ NEW_OBJECTS, PASSES, OLD_PASSES = 50_000, 20, 20
 MMAP_THRESHOLD, TRIM_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 ARENA_MAX = "MALLOC_ARENA_MAX"
 NUMBERS = {MMAP_THRESHOLD: -3, TRIM_THRESHOLD: -1, ARENA_MAX: -8}
+
+# Where a process has grown by so much, the free parts of its heaps are given back; what stays is
+# tried again after up to so many looks.
+TRIM_BYTES, MOST_LOOKS = 64 << 20, 12
 
 
 def keep_freed_memory() -> None:
@@ -55,6 +63,57 @@ def give_holes_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def giving_holes_back(seconds: float) -> Iterator[None]:
+    """Give freed parts of this process's heaps back until the block ends, from a thread that looks
+    each so many seconds. A look costs nothing; giving back holds up other threads for some
+    milliseconds, and what they need again is cleared again."""
+    ended = threading.Event()
+    threading.Thread(target=_give_back, args=(seconds, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _give_back(seconds: float, ended: threading.Event) -> None:
+    held = resident_bytes(os.getpid())
+    pace = None if held is None else TrimPace(held)
+    while pace is not None and not ended.wait(seconds):
+        if pace.is_due(resident_bytes(os.getpid()) or 0):
+            give_holes_back()
+            pace.note(resident_bytes(os.getpid()) or 0)
+
+
+class TrimPace:
+    """When to give memory back: where this process has grown, and where it holds more than it once
+    did. What stayed then was in use, maybe by answers that were being written: it is tried again,
+    less and less often.
+
+    Args:
+        held: resident bytes of the process now.
+    """
+
+    def __init__(self, held: int) -> None:
+        self._least = self._last = held  # of all tries, and of the last
+        self._pause = self._left = 1  # looks until the next try
+
+    def is_due(self, held: int) -> bool:
+        """At each look: whether a try is worth it. `held`: as above."""
+        self._last, self._left = min(self._last, held), self._left - 1
+        if held < self._least + TRIM_BYTES:
+            self._pause = self._left = 1
+            return False
+        return self._left <= 0 or held >= self._last + TRIM_BYTES
+
+    def note(self, held: int) -> None:
+        """What is resident after a try."""
+        self._last, self._least = held, min(self._least, held)
+        more = held >= self._least + TRIM_BYTES
+        self._pause = min(2 * self._pause, MOST_LOOKS) if more else 1
+        self._left = self._pause
 
 
 def _set(options: Mapping[str, int]) -> None:

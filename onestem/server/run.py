@@ -15,7 +15,7 @@ import uvicorn
 from onestem.engine.text import templates
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError
-from onestem.garbage import collecting_less, give_freed_memory_back, give_holes_back
+from onestem.garbage import collecting_less, give_freed_memory_back, giving_holes_back
 from onestem.models.find import find_model
 from onestem.server.api.app import make_app
 from onestem.server.api.foreign import hosts_of
@@ -26,15 +26,13 @@ from onestem.server.page.routes import page_routes
 from onestem.server.service import Service
 from onestem.server.settings import Settings
 from onestem.server.startup import say_listening, say_loading
-from onestem.threads import resident_bytes
 
-__all__ = ["HttpServer", "TrimPace", "bind", "serve"]
+__all__ = ["HttpServer", "bind", "serve"]
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 
-# Where this process has grown by so much, the free parts of its heaps are given back.
-TRIM_SECONDS, MOST_LOOKS, TRIM_BYTES = 10, 12, 64 << 20
+TRIM_SECONDS = 10  # between looks whether freed parts of heaps are worth giving back
 LAST_SECONDS = 5  # to write the errors of answers whose time is over
 
 
@@ -161,51 +159,9 @@ async def _serve(service: Service, listener: socket.socket, signals: _Signals) -
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)  # before the line that says so: its reader may connect at once
     say_listening(service.model, host, port, keys=service.keys.needed)
-    trims = asyncio.create_task(_trim())
     try:
-        await server.serve(sockets=[listener])
+        with giving_holes_back(TRIM_SECONDS):
+            await server.serve(sockets=[listener])
     finally:
-        trims.cancel()
         await service.stop()
         log.info("stopped")
-
-
-async def _trim() -> None:
-    """Give back what large bodies and answers have left free in the heaps of this process. A look
-    costs nothing; giving back holds up other threads for some milliseconds."""
-    held = resident_bytes(os.getpid())
-    pace = None if held is None else TrimPace(held)
-    while pace is not None:
-        await asyncio.sleep(TRIM_SECONDS)
-        if pace.is_due(resident_bytes(os.getpid()) or 0):
-            await asyncio.to_thread(give_holes_back)
-            pace.note(resident_bytes(os.getpid()) or 0)
-
-
-class TrimPace:
-    """When to give memory back: where this process has grown, and where it holds more than it once
-    did. What stayed then was in use, maybe by answers that were being written: it is tried again,
-    less and less often.
-
-    Args:
-        held: resident bytes of the process now.
-    """
-
-    def __init__(self, held: int) -> None:
-        self._least = self._last = held  # of all tries, and of the last
-        self._pause = self._left = 1  # looks until the next try
-
-    def is_due(self, held: int) -> bool:
-        """At a look each `TRIM_SECONDS`: whether a try is worth it. `held`: as above."""
-        self._last, self._left = min(self._last, held), self._left - 1
-        if held < self._least + TRIM_BYTES:
-            self._pause = self._left = 1
-            return False
-        return self._left <= 0 or held >= self._last + TRIM_BYTES
-
-    def note(self, held: int) -> None:
-        """What is resident after a try."""
-        self._last, self._least = held, min(self._least, held)
-        more = held >= self._least + TRIM_BYTES
-        self._pause = min(2 * self._pause, MOST_LOOKS) if more else 1
-        self._left = self._pause

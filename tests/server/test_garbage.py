@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onestem.garbage import OLD_PASSES, PASSES, collecting_less
-from onestem.server.run import TrimPace
+from onestem.garbage import OLD_PASSES, PASSES, TrimPace, collecting_less
 
 
 def test_what_is_there_is_left_alone_until_the_end():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from onestem.engine.sequence import RequestState
 from onestem.errors import OnestemError, RankError
-from onestem.garbage import collecting_less, share_heaps
+from onestem.garbage import collecting_less, giving_holes_back, share_heaps
 from onestem.options import EngineOptions
 from onestem.request import RequestOutput
 from onestem.server.link.admission_window import AdmissionWindow
@@ -56,6 +56,9 @@ __all__ = ["Worker", "load", "load_with_ranks", "main"]
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
+# Between looks whether freed memory is worth giving back. Steps need most of it again, and clearing
+# it takes them up to 0.1 s each time; grammars and answers that are forgotten leave the rest.
+TRIM_SECONDS = 120
 # What a step may take: about as long as a new request has to wait. Jobs that have had the engine to
 # themselves for a short while get shorter steps, because the next request may come any moment.
 CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
@@ -298,7 +301,7 @@ def main() -> None:
     if engine.team is not None:
         engine.team.on_death(partial(_end_with_rank, channel))
     try:
-        with collecting_less(clean=True):
+        with collecting_less(clean=True), giving_holes_back(TRIM_SECONDS):
             worker.run()
     except RankError as error:
         _end_with_rank(channel, str(error))
