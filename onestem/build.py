@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from onestem import __version__
 from onestem.batch import model_identity
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine
@@ -36,7 +37,7 @@ __all__ = [
     "check_ranks",
     "kv_memory_bytes",
     "largest_decode",
-    "modules_identity",
+    "kv_identity",
     "pages_of",
     "pick_device",
     "pick_dtype",
@@ -45,6 +46,7 @@ __all__ = [
 
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
+READ_MEMORY = 2 * GIB  # of the host, at most, for what is read from a disk, where none is asked for
 
 # For a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
 PENALTY_LIST_BYTES = 32 * 1024
@@ -101,7 +103,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         )
         if device.type == "cuda":
             warm_up(engine)
-        _keep_modules(engine, path)
+        _keep_below(engine, path)
         if trace is not None:
             engine.trace = trace
             trace.restart()
@@ -139,22 +141,27 @@ def _num_pages(
     return pages_of(memory, options.page_size, options.page_size * decoder.kv_bytes_per_token)
 
 
-def _keep_modules(engine: Engine, path: Path) -> None:
+def _keep_below(engine: Engine, path: Path) -> None:
     """Give the engine the tiers below KV memory that its options name; `path`: of its model."""
     options, disk = engine.options, None
-    host = parse_memory(options.module_host_memory)
-    if options.module_disk is not None:
-        most = parse_memory(options.module_disk_memory)
-        disk = DiskStore(Path(options.module_disk), most, modules_identity(options, path))
-    engine.keep_modules(host=HostStore(host) if host > 0 else None, disk=disk)
+    host, identity = parse_memory(options.host_kv), kv_identity(options, path)
+    if options.disk_kv is not None:
+        disk = DiskStore(Path(options.disk_kv), parse_memory(options.disk_kv_size), identity)
+        # What is read for a request must stay until it is admitted.
+        token = engine.weights.decoder.kv_bytes_per_token
+        host = max(host, min(READ_MEMORY, 4 * engine.max_model_len * token))
+    engine.keep_below(identity, host=HostStore(host) if host > 0 else None, disk=disk)
 
 
-def modules_identity(options: EngineOptions, path: Path) -> str:
-    """What keys and values depend on besides a module's key; `options` are an engine's, `path` is
-    its model's directory."""
+def kv_identity(options: EngineOptions, path: Path) -> str:
+    """What keys and values depend on besides tokens and labels; `options` are an engine's, `path`
+    is its model's directory."""
+    files = path.iterdir() if path.is_dir() else [path]
+    changed = max((file.stat().st_mtime_ns for file in files), default=0)
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
-    return f"{model_identity(path)} torch.{options.dtype}{made_up}{rounded}"
+    kind = f"{options.device.partition(':')[0]} {__version__}"
+    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}"
 
 
 def pick_device(name: str) -> torch.device:
@@ -227,11 +234,11 @@ def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
     if options.tensor_parallel_size == 1:
         return
     part_of(config, Ranks(0, options.tensor_parallel_size, None))
-    for name in ("module_host_memory", "module_disk"):
+    for name in ("host_kv", "disk_kv"):
         if getattr(options, name):
             raise ConfigError(
                 f"{name} is {getattr(options, name)}, and tensor_parallel_size is "
-                f"{options.tensor_parallel_size}: modules stay in KV memory then, leave it out"
+                f"{options.tensor_parallel_size}: all stays in KV memory then, leave it out"
             )
 
 

@@ -513,7 +513,7 @@ class LLM(Beside):
             self.engine.requests.validate(request)
         yield from self.engine.run(requests)
         if self.engine.tiers is not None:
-            self.engine.tiers.flush()
+            self.engine.tiers.stores.flush()
 
     def pml_request(
         self, compiled: CompiledPrompt, params: SamplingParams, markup: str | None = None

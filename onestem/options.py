@@ -254,14 +254,14 @@ class EngineOptions(Options):
     trace: Path_ | None = Field(default=None, json_schema_extra={"metavar": "FILE"})
     """Write what each step computes there, a JSON line each, in place of what the file holds."""
 
-    module_host_memory: Memory = 0
-    """Host memory for PML modules that KV memory has no room for."""
+    host_kv: Memory = 0
+    """Host memory for prefixes and PML modules that KV memory has no room for."""
 
-    module_disk: Path_ | None = None
-    """Folder in which PML modules outlive the process."""
+    disk_kv: Path_ | None = None
+    """Folder in which prefixes and PML modules outlive the process."""
 
-    module_disk_memory: Memory = "16GiB"
-    """Maximum that PML modules take there."""
+    disk_kv_size: Memory = "16GiB"
+    """Maximum that they take there."""
 
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
 

@@ -169,12 +169,16 @@ class RadixTree(Generic[N]):
 
     def num_found(self, tokens: np.ndarray, stretches: Sequence[Stretch] = PLAIN) -> int:
         """How many leading tokens (int32 `[n]`) are here, as `match` finds them. Splits nothing."""
+        return self.find(tokens, stretches)[1]
+
+    def find(self, tokens: np.ndarray, stretches: Sequence[Stretch] = PLAIN) -> tuple[N, int]:
+        """The last node that leading tokens (int32 `[n]`) reach, and how many are here."""
         node, same, at = self.root, len(self.root.tokens), 0
         for start, end, label in cut(stretches, len(tokens)):
             if at < start or same < len(node.tokens):
                 break
             node, same, at = self._walk(node, tokens[:end], at, label)
-        return at
+        return node, at
 
     def overlap(self, other: RadixTree[M], least: int) -> Iterator[tuple[N, int]]:
         """What `num_found` of another tree is for each sequence of this tree, in one pass.

@@ -15,13 +15,13 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 LAYERS = [
     (
         "errors",
-        "garbage",
         "interrupts",
         "processes",
         "progress",
         "seeds",
         "threads",
     ),
+    ("garbage",),
     ("beside_vllm",),
     ("checked", "children", "files", "native", "rawtext", "shapes", "utf8"),
     ("options",),

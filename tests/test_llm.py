@@ -21,7 +21,7 @@ import transformers
 
 import onestem
 from onestem import LLM, SamplingParams
-from onestem.build import largest_decode, modules_identity, pick_device
+from onestem.build import kv_identity, largest_decode, pick_device
 from onestem.errors import ConfigError, RequestError
 from onestem.models.find import find_model
 from onestem.options import Levels, parse_memory
@@ -164,7 +164,7 @@ def test_a_model_is_looked_for_once(model, tmp_path, monkeypatch):
 
     for module in ("llm", "build"):
         monkeypatch.setattr(f"onestem.{module}.find_model", noted)
-    with LLM(model, module_disk=tmp_path, **OPTIONS):
+    with LLM(model, disk_kv=tmp_path, **OPTIONS):
         assert found == [str(model)]
 
 
@@ -655,7 +655,7 @@ def test_weights_rounded_at_load_are_another_model(model):
         assert rounded.decoder.weight_bytes <= plain.decoder.weight_bytes
         assert rounded.options.identity() != plain.options.identity()
         # What a module's keys and values are kept under.
-        assert modules_identity(rounded.options, model) != modules_identity(plain.options, model)
+        assert kv_identity(rounded.options, model) != kv_identity(plain.options, model)
         prompts = [[5, 6, 7, 8], [5, 6, 7, 9]]
         answers = rounded.generate(prompts, SamplingParams(max_tokens=4, temperature=0))
         again = rounded.generate(prompts[1:], SamplingParams(max_tokens=4, temperature=0))

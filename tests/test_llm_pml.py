@@ -320,14 +320,14 @@ def test_encode_fills_the_disk_and_run_reads_it(tmp_path):
     greedy = ["--max-tokens", "6", "--temperature", "0", "--json"]
     cached = json.loads(run("run", str(folder / "prompt.xml"), *options, *greedy).stdout)
     assert 0 < cached["num_computed_tokens"] < cached["num_prompt_tokens"] / 2
-    fresh = ["--module-disk", str(tmp_path / "other")]
+    fresh = ["--disk-kv", str(tmp_path / "other")]
     alone = json.loads(run("run", str(folder / "prompt.xml"), *options, *greedy, *fresh).stdout)
     assert alone["num_cached_tokens"] == 0
     assert alone["texts"] == cached["texts"]
 
 
 def test_encode_says_what_had_no_room(tmp_path):
-    arguments = ["--module-disk", str(tmp_path), "--module-disk-memory", "1000", "-q"]
+    arguments = ["--disk-kv", str(tmp_path), "--disk-kv-size", "1000", "-q"]
     result = CliRunner().invoke(
         app, ["pml", "encode", str(EXAMPLES / "tutor" / "schema.xml"), *arguments]
     )

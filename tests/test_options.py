@@ -54,7 +54,7 @@ def test_options_are_named_where_they_are_declared_and_used():
     naming = [
         str(path.relative_to(PACKAGE))
         for path in sorted(PACKAGE.rglob("*.py"))
-        if "module_disk_memory" in path.read_text()
+        if "disk_kv_size" in path.read_text()
     ]
     assert naming == ["build.py", "options.py"]
 
@@ -81,12 +81,12 @@ def test_variables_are_read_as_the_type_of_their_option(tmp_path):
     found = defaults(
         tmp_path,
         ONESTEM_RANDOM_WEIGHTS="1", ONESTEM_MAX_STEP_MS="2.5", ONESTEM_THREADS="2",
-        ONESTEM_MODULE_DISK="/m", ONESTEM_ATTENTION="torch", ONESTEM_SERVE_APP="a=1,b=2",
+        ONESTEM_DISK_KV="/m", ONESTEM_ATTENTION="torch", ONESTEM_SERVE_APP="a=1,b=2",
         ONESTEM_SERVE_PORT="81", ONESTEM_SERVE_LOG_FORMAT="json", ONESTEM_HOME="x",
     )  # fmt: skip
     made = found.options(EngineOptions)[0]
     assert (made.random_weights, made.max_step_ms, made.threads) == (True, 2.5, 2)
-    assert (made.module_disk, made.impl) == ("/m", "torch")
+    assert (made.disk_kv, made.impl) == ("/m", "torch")
     server = found.options(Settings)[0]
     assert (server.apps, server.port, server.log_format) == (("a=1", "b=2"), 81, "json")
     assert found.unknown(EngineOptions, Settings) == ["ONESTEM_HOME"]
@@ -201,10 +201,10 @@ def test_only_some_are_offered():
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.toml").write_text('module_disk = "~/modules"\n[serve]\nschema = ["~/s.pml"]\n')
+    (tmp_path / "a.toml").write_text('disk_kv = "~/modules"\n[serve]\nschema = ["~/s.pml"]\n')
     found = Defaults(environment={"ONESTEM_CONFIG": "~/a.toml", "ONESTEM_MODEL": "~/model"})
     made = found.options(EngineOptions)[0]
-    assert (made.model, made.module_disk) == (f"{tmp_path}/model", f"{tmp_path}/modules")
+    assert (made.model, made.disk_kv) == (f"{tmp_path}/model", f"{tmp_path}/modules")
     assert found.options(Settings)[0].schemas == (f"{tmp_path}/s.pml",)
 
 

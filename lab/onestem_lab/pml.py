@@ -193,8 +193,9 @@ def _leave_only(llm: LLM, tier: Tier, folder: Path | None) -> None:
         return
     llm.engine.cache.clear()
     assert tiers is not None
-    tiers.flush()
+    tiers.stores.flush()
     if tier == "disk":
+        tiers.stores.clear_host()
         assert folder is not None
         for path in folder.iterdir():
             _drop_from_page_cache(path)

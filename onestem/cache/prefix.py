@@ -9,7 +9,7 @@ nothing. A run ends where positions jump.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class PrefixCache:
     Attributes:
         idle: runs that may be evicted.
         modules: runs outside of the tree, in the same pages.
+        on_evict: called with a run whose tokens from an index on (in the run) are evicted, before
+            their pages are free.
 
     Args:
         enabled: False: every path is private, and nothing is shared (`share="off"`).
@@ -51,6 +53,7 @@ class PrefixCache:
         self.idle = IdleRuns(pool) if idle is None else idle
         self._least_evicted = min(LEAST_EVICTED, int(pool.num_pages * LEAST_EVICTED_SHARE))
         self.modules = ModuleStore(pool, self.idle)
+        self.on_evict: Callable[[Run, int], object] | None = None
 
     def attach(
         self,
@@ -87,6 +90,7 @@ class PrefixCache:
         """A private run below a pinned one, for a sequence that continues it alone."""
         run = self._new_run(tokens, parent, owner, label, private=True)
         run.pins = 1
+        run.is_wanted = parent.is_wanted
         parent_path = parent.path()
         for node in parent_path:
             node.pins += 1
@@ -242,6 +246,9 @@ class PrefixCache:
         if not current or not self.tree.holds(run):
             return 0
         lost = min(len(run.pages), max(pages, self._least_evicted))
+        kept = max(0, (len(run.pages) - lost) * self.pool.page_size - run.offset)
+        if self.on_evict is not None and kept < run.computed:
+            self.on_evict(run, kept)
         if lost == len(run.pages):
             self._drop(run)
         else:
@@ -257,9 +264,11 @@ class PrefixCache:
         self._note_idle(run)
 
     def clear(self) -> None:
-        """Evict everything that nobody holds."""
+        """Drop everything that nobody holds."""
+        on_evict, self.on_evict = self.on_evict, None
         while self.idle.evict_one(self.pool.num_pages):
             pass
+        self.on_evict = on_evict
 
     def runs(self) -> Iterator[Run]:
         """All runs: in the tree, private, and of modules."""

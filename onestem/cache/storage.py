@@ -1,22 +1,20 @@
-"""Keys and values of modules outside of the KV pages: host memory, and files on a disk.
+"""Keys and values outside of the KV pages: host memory, and files on a disk.
 
-A module is a flat tensor under a name. For each layer that has its own, it has the keys and then
-the values, each `[num_tokens, num_kv_heads, head_dim]`. Both tiers have a budget and evict the
-least recently used. A file names its model, dtype and module and carries checksums: a file that is
+What is stored under a name is a flat tensor. For each layer that has its own, it has the keys and
+then the values, each `[num_tokens, num_kv_heads, head_dim]`. Both tiers have a budget and evict the
+least recently used. A file tells its name and its model and carries checksums: a file that is
 damaged, or of something else, is never used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable
 from pathlib import Path
 
 import torch
@@ -29,15 +27,15 @@ from onestem.native import native
 
 __all__ = ["DiskStore", "HostStore"]
 
-FORMAT = "onestem module 2"
+FORMAT = "onestem kv 3"
 CHECKED_BYTES = 64 << 20  # for each checksum
 PROBED_BYTES = 4 << 20
 LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
-_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
+_FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)\.safetensors")
 
 
 class HostStore:
-    """Modules in host memory. Threads may share it.
+    """Tensors in host memory. Threads may share it.
 
     Args:
         budget: bytes.
@@ -46,44 +44,45 @@ class HostStore:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_bytes = 0
-        self._modules: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._modules
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._tensors)
 
-    def get(self, name: Hashable) -> Tensor | None:
-        """A module `[num_values]`, which counts as used; None: it is not here."""
+    def get(self, name: str) -> Tensor | None:
+        """What has a name, `[num_values]`, which counts as used; None: it is not here."""
         with self._lock:
-            module = self._modules.get(name)
-            if module is not None:
-                self._modules.move_to_end(name)
-            return module
+            kv = self._tensors.get(name)
+            if kv is not None:
+                self._tensors.move_to_end(name)
+            return kv
 
-    def put(self, name: Hashable, module: Tensor) -> bool:
-        """Keep a module `[num_values]`; False if it alone exceeds the budget."""
-        if module.nbytes > self.budget:
+    def put(self, name: str, kv: Tensor) -> bool:
+        """Keep `[num_values]`; False if it alone exceeds the budget."""
+        if _room_of(kv) > self.budget:
             return False
         with self._lock:
-            known = self._modules.pop(name, None)
-            self.num_bytes += module.nbytes - (0 if known is None else known.nbytes)
-            self._modules[name] = module
+            known = self._tensors.pop(name, None)
+            self.num_bytes += _room_of(kv) - (0 if known is None else _room_of(known))
+            self._tensors[name] = kv
             while self.num_bytes > self.budget:
-                _, oldest = self._modules.popitem(last=False)
-                self.num_bytes -= oldest.nbytes
+                _, oldest = self._tensors.popitem(last=False)
+                self.num_bytes -= _room_of(oldest)
         return True
 
 
 class DiskStore:
-    """Modules in files of a folder. Several processes and models may share it.
+    """Tensors in files of a folder, for the user alone. Several processes and models may share it.
 
     Args:
         folder: made if it does not exist.
-        budget: bytes of all modules' files in it.
-        identity: the model's weights, tokenizer and dtype; files of other models are not used.
+        budget: bytes of all files in it that stores have written.
+        identity: what keys and values depend on besides what a name says; files of other models
+            are not used.
     """
 
     def __init__(self, folder: Path, budget: int, identity: str) -> None:
@@ -91,60 +90,77 @@ class DiskStore:
         self.budget = budget
         self.identity = identity
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"module_disk {folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"disk_kv {folder} cannot be made: {error.strerror}") from error
         self._remove_leftovers()
 
-    def path(self, name: Hashable) -> Path:
-        """The file that holds a module, or would."""
-        digest = hashlib.blake2b(f"{FORMAT}\0{self.identity}\0{name!r}".encode(), digest_size=16)
-        return self.folder / f"{digest.hexdigest()}.safetensors"
+    def path(self, name: str) -> Path:
+        """The file of a name, if there is one."""
+        return self.folder / f"{name}.safetensors"
 
-    def __contains__(self, name: Hashable) -> bool:
+    def __contains__(self, name: str) -> bool:
         return self.path(name).is_file()
 
-    def get(self, name: Hashable, num_values: int, dtype: torch.dtype) -> Tensor | None:
-        """A module `[num_values]`; None: there is no file, or it is damaged or of another kind."""
+    def get(self, name: str, num_values: int, dtype: torch.dtype) -> Tensor | None:
+        """What has a name, `[num_values]`; None: there is no file, or it is damaged or of another
+        kind."""
+        found = self._read(name, "kv")
+        if found is None:
+            return None
+        kv, metadata = found
+        if kv.shape != (num_values,) or kv.dtype != dtype:
+            return None
+        if metadata.get("checksums") != _checksums(kv):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self.path(name))
+        return kv
+
+    def tokens(self, name: str) -> Tensor | None:
+        """The token ids, int32 `[n]`, that a file's keys and values are of."""
+        found = self._read(name, "tokens")
+        if found is None or found[1].get("tokens") != _checksums(found[0]):
+            return None
+        return found[0]
+
+    def _read(self, name: str, part: str) -> tuple[Tensor, dict[str, str]] | None:
         path = self.path(name)
         try:
             with native(str(path), CacheError), safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 if any(metadata.get(k) != v for k, v in self._metadata(name).items()):
                     return None
-                module = file.get_tensor("kv")
+                return file.get_tensor(part), metadata
         except (OSError, SafetensorError, KeyError, CacheError):
             return None
-        if module.shape != (num_values,) or module.dtype != dtype:
-            return None
-        if metadata.get("checksums") != _checksums(module):
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return module
 
-    def put(self, name: Hashable, module: Tensor) -> bool:
-        """Write a module `[num_values]`: a reader finds all of it or nothing. False: no room."""
-        if module.nbytes > self.budget:
+    def put(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
+        """Write keys and values `[num_values]` of tokens (int32 `[n]`): a reader finds all of it or
+        nothing. False: no room."""
+        if kv.nbytes > self.budget:
             return False
         path = self.path(name)
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-        metadata = {**self._metadata(name), "checksums": _checksums(module)}
+        metadata = self._metadata(name)
+        metadata |= {"checksums": _checksums(kv), "tokens": _checksums(tokens)}
         try:
+            os.close(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
             with native(str(part), CacheError):
-                save_file({"kv": module}, part, metadata)
+                save_file({"kv": kv, "tokens": tokens}, part, metadata)
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(part, path)
         except (OSError, SafetensorError, CacheError):
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
             return False
         self._trim()
         return True
 
-    def measure(self, name: Hashable) -> float | None:
-        """Bytes per second, checksum included, of reading the first 4 MiB of a module's file; None
-        if there is none."""
+    def measure(self, name: str) -> float | None:
+        """Bytes per second, checksum included, of reading a file's first 4 MiB; None if there is
+        none."""
         started = time.perf_counter()
         try:
             with open(self.path(name), "rb") as file:
@@ -154,18 +170,22 @@ class DiskStore:
         zlib.crc32(data)
         return len(data) / (time.perf_counter() - started)
 
-    def _metadata(self, name: Hashable) -> dict[str, str]:
-        named = hashlib.blake2b(repr(name).encode(), digest_size=16).hexdigest()
-        return {"format": FORMAT, "identity": self.identity, "module": named}
+    def _metadata(self, name: str) -> dict[str, str]:
+        return {"format": FORMAT, "identity": self.identity, "name": name}
+
+    def names(self) -> list[str]:
+        """Of all files, of any model."""
+        return [path.stem for _, _, path in self.files()]
 
     def files(self) -> list[tuple[float, int, Path]]:
-        """(last use, bytes, path) of all modules' files, of any model, the oldest first."""
+        """(last use, bytes, path) of all stores' files, of any model, the oldest first."""
         found = []
-        for path in self.folder.iterdir():
-            if _FILE.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    status = path.stat()
-                    found.append((status.st_mtime, status.st_size, path))
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if _FILE.fullmatch(path.name):
+                    with contextlib.suppress(OSError):
+                        status = path.stat()
+                        found.append((status.st_mtime, status.st_size, path))
         return sorted(found)
 
     def _remove_leftovers(self) -> None:
@@ -186,7 +206,12 @@ class DiskStore:
                 excess -= size
 
 
-def _checksums(module: Tensor) -> str:
-    """CRC-32 of each `CHECKED_BYTES` of a module."""
-    pieces = module.view(torch.uint8).split(CHECKED_BYTES)
+def _room_of(kv: Tensor) -> int:
+    """Bytes that a tensor takes in host memory: pinned blocks are powers of two."""
+    return 1 << (kv.nbytes - 1).bit_length() if kv.is_pinned() and kv.nbytes else kv.nbytes
+
+
+def _checksums(kv: Tensor) -> str:
+    """CRC-32 of each `CHECKED_BYTES`."""
+    pieces = kv.view(torch.uint8).split(CHECKED_BYTES)
     return " ".join(f"{zlib.crc32(piece.numpy().data):08x}" for piece in pieces)

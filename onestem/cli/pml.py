@@ -114,8 +114,8 @@ def run(
     who_sees_what = parse_isolation(isolation)
     prompt = read_prompt(prompt_file)
     params = SamplingParams(n=n, max_tokens=max_tokens, temperature=temperature, seed=engine.seed)
-    if engine.module_disk is None and default_disk().is_dir():
-        engine = engine.replace(module_disk=default_disk())
+    if engine.disk_kv is None and default_disk().is_dir():
+        engine = engine.replace(disk_kv=default_disk())
     llm = options.load_llm(engine)
     load_library(llm, prompt_file, prompt, schemas)
     facts = answer_facts(llm.generate_pml(prompt, params, isolation=who_sees_what)[0])
@@ -217,8 +217,8 @@ def encode(
 
     who_sees_what = parse_isolation(isolation)
     schema = read_schema(schema_file)
-    if engine.module_disk is None:
-        engine = engine.replace(module_disk=default_disk())
+    if engine.disk_kv is None:
+        engine = engine.replace(disk_kv=default_disk())
     llm = options.load_llm(engine)
     facts = encode_schema(llm, schema, who_sees_what, quiet=quiet)
     typer.echo(json.dumps(facts) if as_json else encode_line(facts))

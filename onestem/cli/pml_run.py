@@ -91,13 +91,13 @@ def encode_schema(llm: LLM, schema: Schema, isolation: str, *, quiet: bool) -> d
     with progress_bar("encoding", total, shown=not quiet) as advance:
         for _ in llm.encode_schema(schema.name, isolation):
             advance()
-    tiers = llm.engine.tiers
-    assert tiers is not None
+    assert llm.engine.tiers is not None
+    tiers = llm.engine.tiers.stores
     assert tiers.disk is not None
     if tiers.stats.not_written:
         raise ConfigError(
             f"{tiers.stats.not_written} of {total} segments could not be written to "
-            f"{tiers.disk.folder}: make room there, or raise --module-disk-memory"
+            f"{tiers.disk.folder}: make room there, or raise --disk-kv-size"
         )
     return {
         "schema": schema.name,

@@ -10,7 +10,6 @@ import torch
 
 from onestem.cache import PagePool, PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import EngineStats, request_output
 from onestem.engine.requests import Requests
 from onestem.engine.sampling.sampler import Sampler
@@ -30,6 +29,7 @@ from onestem.engine.step.runner import Logits, RankTeam, StepRunner
 from onestem.engine.step.sequence_table import SequenceTable
 from onestem.engine.step.suspects import Suspects
 from onestem.engine.text.tokenizer import Tokenizer
+from onestem.engine.tiers.tiers import KvTiers
 from onestem.engine.trace import StepTrace
 from onestem.engine.weights import Weights
 from onestem.errors import RankError, RequestError
@@ -66,7 +66,7 @@ class Engine:
         weights: of the model; they are written, put to sleep and woken there.
         limits: of a step; `step_seconds` may be changed between steps.
         stats: what was computed since `reset_stats`.
-        tiers: where modules are kept, beside KV memory.
+        tiers: where keys and values are kept, beside KV memory.
         trace: where each step is recorded, if anywhere; the engine closes it.
         is_paused: nothing is computed, though requests are taken.
     """
@@ -140,7 +140,7 @@ class Engine:
         self._suspects = Suspects()
         self._checks = CheckPace()
         self.trace: StepTrace | None = None
-        self.tiers: ModuleTiers | None = None  # see `keep_modules`
+        self.tiers: KvTiers | None = None  # see `keep_below`
         self.is_paused = False
 
     def add_request(self, request: Request, *, key: str = "", weight: float = 1.0) -> None:
@@ -200,6 +200,8 @@ class Engine:
         if not self.scheduler.idle():
             return True
         self._checks.call(self.check, self.scheduler.step)
+        if self.tiers is not None:
+            self.tiers.prefixes.save_idle()
         return False
 
     def run(self, requests: Iterable[Request]) -> Generator[RequestOutput]:
@@ -273,6 +275,8 @@ class Engine:
         launcher = self.launcher
         began = time.perf_counter()
         self.scheduler.decide(draft, self.batch_rows)
+        if self.tiers is not None:
+            self.tiers.prefixes.save_evicted()
         if draft.opened:
             self.requests.on_begin(draft.opened)
         has_rows = not draft.waits and self._apply(draft.changes)
@@ -312,7 +316,7 @@ class Engine:
         draft.is_launched = True
         self.results.note_launched(changes.chunks)
         if self.tiers is not None:
-            self.tiers.save_complete(chunk.module for chunk in changes.chunks)
+            self.tiers.note_chunks(changes.chunks)
         if self.batch_rows.table.masked:  # a grammar must have seen the tokens of the step before
             self._commit(0)
         self.launcher.sample(self.batch_rows, changes, logits)
@@ -343,7 +347,7 @@ class Engine:
             ended = time.perf_counter()
             seconds = self.scheduler.note_step(step.changes, step.began, ended)
             if self.tiers is not None:
-                self.tiers.note_step(step.changes.prompt_rows, seconds)
+                self.tiers.stores.note_step(step.changes.prompt_rows, seconds)
             self.stats.sample_seconds += time.perf_counter() - began
 
     @property
@@ -403,11 +407,14 @@ class Engine:
             self.batch_rows.clear()
             self.results.end_unfit(draft.changes.unfit)
 
-    def keep_modules(self, *, host: HostStore | None, disk: DiskStore | None) -> None:
-        """Keep computed modules of prompts in PML also in host memory, or on a disk."""
+    def keep_below(self, identity: str, *, host: HostStore | None, disk: DiskStore | None) -> None:
+        """Keep keys and values also in host memory, or on a disk. `identity`: what they depend on
+        besides tokens and labels."""
         if self.cache.enabled and (host is not None or disk is not None):
-            tiers = ModuleTiers(self.launcher.runner.kv_pages, host=host, disk=disk)
-            self.tiers = self.requests.tiers = self.scheduler.chunks.tiers = tiers
+            pages = self.launcher.runner.kv_pages
+            tiers = KvTiers.make(pages, self.cache, identity, host=host, disk=disk)
+            self.tiers = self.requests.factory.tiers = self.scheduler.chunks.tiers = tiers
+            self.scheduler.room.on_leave = tiers.prefixes.leave
 
     def close(self) -> None:
         """Release threads and files; the engine cannot be used any more."""

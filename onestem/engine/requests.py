@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 from onestem.cache import PrefixCache
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import Grammar
-from onestem.engine.modules.tiers import ModuleTiers
 from onestem.engine.outputs import EngineStats, refused_output, unbegun_output
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
@@ -59,7 +58,6 @@ class Requests:
         grammars: compiles theirs; None for a model without a tokenizer.
         pins: prefixes that are kept.
         answers: host memory that answers may take.
-        tiers: where modules' keys and values are kept, beside KV memory.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Requests:
         assert limit is not None
         self.tokenizer = tokenizer
         self.on_begin: Callable[[list[str]], object] = lambda request_ids: None
-        self.tiers: ModuleTiers | None = None
         self.grammars = (
             GrammarCompiler(tokenizer, config.vocab_size, eos or None) if tokenizer else None
         )
@@ -186,14 +183,16 @@ class Requests:
         self.admissible(request)
         if self.grammars is not None:
             check_format(self.grammars.compile, request)
+        if self.factory.tiers is not None:
+            wait(self.factory.tiers.prefixes.read(request))
         return request
 
     def prefetch_modules(self, segments: Iterable[Segment], cache_salt: str = "") -> None:
         """Read modules that may soon be wanted from the disk, if they are only there."""
-        if self.tiers is not None:
+        if self.factory.tiers is not None:
             store = self._cache.modules
-            self.tiers.prefetch(
-                ((cache_salt, segment.key), len(segment.token_ids))
+            self.factory.tiers.modules.prefetch(
+                (cache_salt, segment.key, len(segment.token_ids))
                 for segment in segments
                 if store.get((cache_salt, segment.key, None)) is None
             )
@@ -299,5 +298,5 @@ class Requests:
             for sequence in state.sequences:
                 if sequence.finish_reason is None:
                     sequence.note_weights(version)
-        if self.tiers is not None:
-            self.tiers.forget()
+        if self.factory.tiers is not None:
+            self.factory.tiers.forget()

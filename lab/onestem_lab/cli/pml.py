@@ -101,8 +101,8 @@ def pml(
         with tempfile.TemporaryDirectory(prefix="onestem-bench-") as folder:
             behind: dict[str, Any] = {
                 "device": {},
-                "host": {"module_host_memory": "64GiB"},
-                "disk": {"module_disk": folder, "module_disk_memory": "256GiB"},
+                "host": {"host_kv": "64GiB"},
+                "disk": {"disk_kv": folder, "disk_kv_size": "256GiB"},
             }[tier]
             llm = options.load_llm(engine.replace(**behind))
             result = measure_first_token(llm, first, Path(folder))

@@ -50,7 +50,7 @@ class FirstTokens:
             repeat=bench.size(REPEAT),
         )
         ran = {"cached": case.cached, "new": case.new}
-        llm = bench.llm(model, case.cached + case.new + 1, module_host_memory="64GiB")
+        llm = bench.llm(model, case.cached + case.new + 1, host_kv="64GiB")
         found = measure_first_token(llm, case, None)
         for series, name in SERIES.items():
             if series == "host" and not shares:

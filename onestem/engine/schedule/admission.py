@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +32,9 @@ from onestem.models.config import ModelConfig
 from onestem.request import Request, RequestMetrics, RequestOutput
 from onestem.scores import ScorePath, completion_tree
 from onestem.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from onestem.engine.tiers.tiers import KvTiers
 
 __all__ = [
     "MAX_CHOICE_TOKENS",
@@ -261,6 +266,7 @@ class SequenceFactory:
         refused: outputs of requests that cannot be opened; the reader empties it.
         on_forgotten: called with the id of a request that will not be opened.
         weights_version: of the weights that sequences are made for.
+        tiers: where keys and values are kept, beside KV memory.
     """
 
     config: ModelConfig
@@ -277,12 +283,23 @@ class SequenceFactory:
     refused: list[RequestOutput] = field(default_factory=list)
     on_forgotten: Callable[[str], object] = lambda request_id: None
     weights_version: int = 0
+    tiers: KvTiers | None = None
     _prepared: dict[str, Future[Grammar]] = field(default_factory=dict)
+    _reading: dict[str, list[Future[Any]]] = field(default_factory=dict)
 
     def gate(self, request: Request, key: str, weight: float) -> Gate:
         """Whether a request can be opened now, has to wait for its grammar, which is compiled
-        elsewhere (and delays no other), or is refused for it; `key`, `weight`: whose turn that
-        takes."""
+        elsewhere (and delays no other), or for keys and values that are read, or is refused;
+        `key`, `weight`: whose turn that takes."""
+        answer = self._grammar_gate(request, key, weight)
+        if answer is not Gate.OPEN or self.tiers is None:
+            return answer
+        reading = self._reading.get(request.request_id)
+        if reading is None:
+            reading = self._reading[request.request_id] = self.tiers.prefixes.read(request)
+        return Gate.OPEN if all(one.done() for one in reading) else Gate.WAIT
+
+    def _grammar_gate(self, request: Request, key: str, weight: float) -> Gate:
         response_format = request.params.response_format
         if response_format is None or self.grammars is None:
             return Gate.OPEN
@@ -302,13 +319,14 @@ class SequenceFactory:
         return Gate.REFUSE
 
     def wait(self, seconds: float) -> None:
-        """Wait until a grammar is compiled, for at most `seconds`."""
-        unfinished = [grammar for grammar in self._prepared.values() if not grammar.done()]
-        wait(unfinished, seconds, FIRST_COMPLETED)
+        """Wait until a grammar is compiled, or something is read, for at most `seconds`."""
+        every = chain(self._prepared.values(), *self._reading.values())
+        wait([one for one in every if not one.done()], seconds, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that will not be opened; nobody waits for its grammar then."""
         self.arrivals.pop(request_id, None)
+        self._reading.pop(request_id, None)
         grammar = self._prepared.pop(request_id, None)
         if grammar is not None:
             grammar.cancel()
@@ -345,6 +363,7 @@ class SequenceFactory:
             state.sequences = [self.sequence(state, i) for i in range(count)]
             state.forked = count == request.params.n
         self._prepared.pop(request.request_id, None)
+        self._reading.pop(request.request_id, None)
         self.states[request.request_id] = state
         self.stats.requests += 1
         self.stats.logical_prompt_tokens += len(request.prompt_token_ids) * max(

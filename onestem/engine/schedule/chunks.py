@@ -12,7 +12,8 @@ from onestem.engine.schedule.room import Room
 from onestem.engine.sequence import Chunk, Sequence
 
 if TYPE_CHECKING:
-    from onestem.engine.modules.tiers import ModuleTiers
+    from onestem.engine.tiers.prefixes import PrefixTiers
+    from onestem.engine.tiers.tiers import KvTiers
 
 __all__ = ["PromptChunks"]
 
@@ -22,12 +23,12 @@ class PromptChunks:
     """Puts chunks of prompts into a step.
 
     Attributes:
-        tiers: where modules' keys and values may be kept as well.
+        tiers: where keys and values may be kept as well.
     """
 
     _cache: PrefixCache
     _room: Room
-    tiers: ModuleTiers | None = None
+    tiers: KvTiers | None = None
 
     def extend(self, draft: StepDraft, sequence: Sequence) -> None:
         """Schedule a sequence's next tokens, as many as the step has rows left. If it is
@@ -86,20 +87,23 @@ class PromptChunks:
 
     def _load(self, draft: StepDraft, sequence: Sequence, run: ModuleRun) -> bool:
         """Copy a module's keys and values from another tier, if one has them."""
-        if draft.waits or self.tiers is None or not self.tiers.has(run):
+        if draft.waits or self.tiers is None or not self.tiers.modules.has(run):
             return False
         if run.owner is not None and run.owner is not sequence:
             return False
         is_there = self._room.reserve(draft, sequence, run, len(run.tokens))
-        if not is_there or not self.tiers.load(run):
+        if not is_there or not self.tiers.modules.load(run):
             return False
         run.computed = len(run.tokens)
         return True
 
     def _extend_path(self, draft: StepDraft, sequence: Sequence, most: int) -> int:
         """Schedule its own tokens, up to a run that another computes. Returns their number."""
+        if self.tiers is not None and self._recall(draft, sequence, self.tiers.prefixes):
+            return 0
         start = at = sequence.frontier
         chunk: Chunk | None = None
+        wanted = not sequence.is_job and sequence.state.request.group is None
         for run in sequence.path(self._cache.tree.num_splits):
             if run.end <= at:
                 continue
@@ -112,8 +116,31 @@ class PromptChunks:
             chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
             chunk.end = at
             run.owner = sequence
+            run.is_wanted |= wanted
             run.computed += take
         return at - start
+
+    def _recall(self, draft: StepDraft, sequence: Sequence, tiers: PrefixTiers) -> bool:
+        """Whether keys and values are copied to its pages instead of being computed: it has no rows
+        until that is done."""
+        if tiers.is_loading(sequence):
+            return True
+        at = sequence.frontier
+        path = sequence.path(self._cache.tree.num_splits)
+        run = next((run for run in path if run.end > at), None)
+        if run is None or (run.owner is not None and run.owner is not sequence):
+            return False
+        found = tiers.ready(sequence, at)
+        end = min(found[-1].end, run.end) if found else at
+        if end == at or not self._room.reserve(draft, sequence, run, end - run.start):
+            return False
+        run.owner = sequence
+        return tiers.load(sequence, run, found, at, end)
+
+    def wait_for_copy(self) -> bool:
+        """Wait until one of the sequences that have no rows for a copy can go on; False: there are
+        none."""
+        return self.tiers is not None and self.tiers.prefixes.wait()
 
 
 def _job_of(run: Run) -> Sequence | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
@@ -29,6 +29,7 @@ class Room:
         alone: the oldest sequence, while it runs by itself since nothing else let it go on.
         num_preempted: how often a sequence has lost its memory.
         reserved: pages that running sequences will take.
+        on_leave: called with a sequence before it gives up its pages.
     """
 
     _cache: PrefixCache
@@ -40,6 +41,7 @@ class Room:
     max_num_seqs: int | None
     alone: Sequence | None = None
     num_preempted: int = 0
+    on_leave: Callable[[Sequence], object] = lambda sequence: None
     _orders: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -255,6 +257,7 @@ class Room:
     def _detach(self, sequence: Sequence) -> None:
         sequence.leave_table()
         assert sequence.run is not None
+        self.on_leave(sequence)
         self._cache.disown(sequence.run, sequence)
         self._cache.unpin(sequence.run)
         sequence.run = None

@@ -129,7 +129,9 @@ class Scheduler:
         self._end_outgrown(draft)
         if not draft.waits:
             self._choose(draft, rows)
-        while not draft.waits and not _has_rows(draft, rows) and self.room.make_progress(draft):
+        while not draft.waits and not _has_rows(draft, rows):
+            if not (self.chunks.wait_for_copy() or self.room.make_progress(draft)):
+                break
             self._fill(draft)
         draft.handling = None
         if draft.waits:

@@ -215,7 +215,7 @@ class Schemas:
         """Have modules read from the disk, if there is one, which the next prompt may want in place
         of what this one imports."""
         facts = self._client.facts
-        if facts is not None and facts.options.module_disk is not None:
+        if facts is not None and facts.options.disk_kv is not None:
             library = self.find(tenant, compiled.schema).library
             self._client.tell("prefetch", (library.alternatives(compiled), module_salt))
 

@@ -1,0 +1,210 @@
+"""Names of stored keys and values: which piece of which prompt a file or a host tensor holds.
+
+What a token's keys and values are depends on all tokens before it. So a piece is named by a digest
+of the chain from the root: the model, the labels and the tokens. A run that leaves KV memory is cut
+into pieces at fixed indices, so that the same tokens have the same pieces in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from onestem.tree import Label, Stretch, cut
+
+__all__ = ["PIECE_TOKENS", "Chain", "Piece", "PieceIndex", "piece_ends", "storable"]
+
+PIECE_TOKENS = 512
+"""Most tokens of a piece; one ends at each multiple."""
+
+LOOKED_AT = 16  # pieces of which only the beginning may fit
+NO_TOKENS = np.zeros(0, np.int32)
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-(\d{1,9})")
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a chain.
+
+    Attributes:
+        parent, key: the chain's digests before them, with their label, and after them.
+        num_tokens: how many they are.
+    """
+
+    parent: str
+    key: str
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        """Its name in every store."""
+        return f"{self.parent}-{self.key}-{self.num_tokens}"
+
+    @classmethod
+    def from_name(cls, name: str) -> Self | None:
+        """The piece of a name; None: it names something else."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else cls(found[1], found[2], int(found[3]))
+
+
+def storable(stretches: Sequence[Stretch], end: int) -> int:
+    """How many of a sequence's first `end` tokens have keys and values that another process can
+    find: those of plain text, at the positions of their indices."""
+    for first, _, label in cut(stretches, end):
+        if label.shift or not isinstance(label.space, str):
+            return first
+    return end
+
+
+def piece_ends(first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Tokens first..end-1 in pieces: the first token and the end of each."""
+    while first < end:
+        stop = min(end, first - first % PIECE_TOKENS + PIECE_TOKENS)
+        yield first, stop
+        first = stop
+
+
+class Chain:
+    """Digests of the beginnings of one sequence.
+
+    Args:
+        root: what keys and values depend on besides the tokens before them.
+        tokens: int32 `[n]`.
+        stretches: their labels.
+    """
+
+    def __init__(self, root: str, tokens: np.ndarray, stretches: Sequence[Stretch]) -> None:
+        self.tokens = tokens
+        self.stretches = stretches
+        self._ends = [0]
+        self._states = [hashlib.blake2b(root.encode(), digest_size=16)]
+
+    def key(self, end: int) -> str:
+        """The digest of the first `end` tokens."""
+        at = bisect_right(self._ends, end) - 1
+        if self._ends[at] < end:
+            state = self._states[at].copy()
+            for first, stop, label in cut(self.stretches, end, self._ends[at]):
+                if any(first == start for start, _ in self.stretches):
+                    state.update(_said(label))
+                state.update(np.ascontiguousarray(self.tokens[first:stop], np.int32).tobytes())
+            at += 1
+            self._ends.insert(at, end)
+            self._states.insert(at, state)
+        return self._states[at].hexdigest()
+
+    def parent(self, end: int) -> str:
+        """The digest of the first `end` tokens and the next one's label."""
+        key = self.key(end)
+        label = next((label for start, label in self.stretches if start == end), None)
+        if label is None:
+            return key
+        state = self._states[bisect_right(self._ends, end) - 1].copy()
+        state.update(_said(label))
+        return state.hexdigest()
+
+    def piece(self, first: int, end: int) -> Piece:
+        """The piece of tokens first..end-1, which have one label."""
+        return Piece(self.parent(first), self.key(end), end - first)
+
+
+def _said(label: Label) -> bytes:
+    space = str(label.space).encode()
+    return b"%d %d " % (len(space), label.shift) + space
+
+
+class Found(NamedTuple):
+    """The first tokens of a piece, which are tokens `start` and on of a sequence."""
+
+    piece: Piece
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """After the last of them."""
+        return self.start + self.num_tokens
+
+
+class PieceIndex:
+    """Which pieces there are, by the digest before them.
+
+    Args:
+        look: reads a piece's tokens, int32 `[n]`; None: they cannot be read.
+    """
+
+    def __init__(self, look: Callable[[Piece], np.ndarray | None]) -> None:
+        self._look = look
+        self._after: dict[str, dict[Piece, np.ndarray | None]] = {}
+
+    def add(self, piece: Piece, tokens: np.ndarray | None = None) -> None:
+        """Note a piece; `tokens`, int32 `[n]`, where they are at hand."""
+        there = self._after.setdefault(piece.parent, {})
+        if tokens is not None or piece not in there:
+            there[piece] = tokens
+
+    def discard(self, piece: Piece) -> None:
+        """Forget a piece."""
+        there = self._after.get(piece.parent, {})
+        if piece in there:
+            del there[piece]
+            if not there:
+                del self._after[piece.parent]
+
+    def find(self, chain: Chain, starts: Sequence[int], end: int) -> list[Found]:
+        """Pieces that follow each other in a sequence, as far as there are any.
+
+        Args:
+            starts: where pieces may begin: those that reach furthest are taken, of equals the
+                last start's.
+            end: tokens after it are not wanted.
+        """
+        best: list[Found] = []
+        for start in sorted(set(starts), reverse=True):
+            found = list(self._follow(chain, start, end))
+            if found and (not best or found[-1].end > best[-1].end):
+                best = found
+        return best
+
+    def _follow(self, chain: Chain, at: int, end: int) -> Iterator[Found]:
+        while at < end:
+            there = self._after.get(chain.parent(at))
+            found = None if there is None else self._next(there, chain, at, end)
+            if found is None:
+                return
+            yield found
+            if found.num_tokens < found.piece.num_tokens:
+                return
+            at = found.end
+
+    def _next(
+        self, there: dict[Piece, np.ndarray | None], chain: Chain, at: int, end: int
+    ) -> Found | None:
+        """The piece that goes furthest from a token on: whole, else the beginning of one."""
+        for size in sorted({piece.num_tokens for piece in there}, reverse=True):
+            if at + size <= end:
+                whole = chain.piece(at, at + size)
+                if whole in there:
+                    return Found(whole, at, size)
+        best: Found | None = None
+        for piece in list(islice(reversed(there), LOOKED_AT)):
+            tokens = there[piece]
+            if tokens is None:
+                tokens = self._look(piece)
+                there[piece] = tokens = NO_TOKENS if tokens is None else tokens
+            same = _common(tokens, chain.tokens[at:end])
+            if same and (best is None or same > best.num_tokens):
+                best = Found(piece, at, same)
+        return best
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading elements agree."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n

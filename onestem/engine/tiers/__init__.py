@@ -1,0 +1,1 @@
+"""Keys and values below KV memory: in host memory and on a disk."""

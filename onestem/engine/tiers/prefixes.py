@@ -1,0 +1,240 @@
+"""Runs below KV memory: copied out when they are evicted, copied back instead of computed.
+
+A request whose prompt goes on in files waits, and others pass it, until these are read. Where it is
+admitted, what is in host memory is copied to its pages while steps go on; it has no rows meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from onestem.cache import PrefixCache, Run
+from onestem.cache.pieces import Chain, Found, Piece, PieceIndex, piece_ends, storable
+from onestem.engine.sequence import Sequence, stretches_of
+from onestem.engine.tiers.copies import Copied, Part
+from onestem.engine.tiers.stores import TierStores
+from onestem.request import Request
+from onestem.tree import Stretch
+
+__all__ = ["PrefixTiers"]
+
+log = logging.getLogger(__name__)
+
+LEAST_TOKENS = 64  # fewer are computed about as fast
+IDLE_TOKENS = 1 << 14  # that an idle engine saves at a time: a new request waits so long
+READ_SHARE = 2  # of host memory, for what is read for one request
+
+
+class _Save(NamedTuple):
+    piece: Piece
+    tokens: np.ndarray
+    slots: np.ndarray
+
+
+class _Load(NamedTuple):
+    """Tokens up to `end` that are copied to a sequence's pages."""
+
+    end: int
+    copied: Copied
+
+
+class PrefixTiers:
+    """What host memory and disk hold of the runs of one engine.
+
+    Args:
+        root: what keys and values depend on besides the tokens before them.
+    """
+
+    def __init__(self, stores: TierStores, cache: PrefixCache, root: str) -> None:
+        self._stores = stores
+        self._cache = cache
+        self._root = root
+        self._index = PieceIndex(self._tokens_of)
+        self._evicted: list[_Save] = []
+        self._loading: dict[Sequence, _Load] = {}
+        self._asked: set[Sequence] = set()  # nothing more is there for these
+        self._saved_at = -1  # the cache's clock
+        cache.on_evict = self._note_evicted
+        stores.on_files = self._note_files
+        listed = stores.list_files()
+        if listed is not None:
+            listed.result()
+
+    def _note_files(self, names: list[str]) -> None:
+        for name in names:
+            piece = Piece.from_name(name)
+            if piece is not None:
+                self._index.add(piece)
+
+    def _tokens_of(self, piece: Piece) -> np.ndarray | None:
+        disk = self._stores.disk
+        tokens = None if disk is None else disk.tokens(piece.name)
+        return None if tokens is None else tokens.numpy()
+
+    def _chain(self, tokens: np.ndarray, stretches: tuple[Stretch, ...]) -> Chain:
+        return Chain(self._root, tokens, stretches)
+
+    # What is saved.
+
+    def _note_evicted(self, run: Run, first: int) -> None:
+        """Save a run's tokens from an index on, if a request may want them, before the next step
+        writes to their pages."""
+        if run.is_wanted or run.is_shared:
+            self._evicted += self._unsaved(run, first)
+
+    def _unsaved(self, run: Run, first: int = 0) -> list[_Save]:
+        """Pieces of a run, from an index of its tokens on, that a tier lacks."""
+        path = run.path()
+        stretches = tuple(Stretch(node.start, node.label) for node in path)
+        stretches = tuple(
+            one
+            for before, one in zip((None, *stretches), stretches, strict=False)
+            if before is None or before.label != one.label
+        )
+        start, end = run.start + first, run.start + run.computed
+        if storable(stretches, end) < end:
+            return []
+        tokens = np.concatenate([np.frombuffer(node.tokens, np.int32) for node in path])[:end]
+        chain = self._chain(tokens, stretches)
+        found = self._index.find(chain, [0, *(node.start for node in path), start], end)
+        if found and found[-1].end == end:
+            beyond = [one for one in found if one.end > start]
+            if all(self._stores.keeps(one.piece.name) for one in beyond):
+                return []
+        pieces = [(a, b, chain.piece(a, b)) for a, b in piece_ends(start, end)]
+        return [
+            _Save(piece, tokens[a:b].copy(), run.slots(a - run.start, b - run.start))
+            for a, b, piece in pieces
+            if not self._stores.keeps(piece.name)
+        ]
+
+    def save_evicted(self) -> None:
+        """Copy out what was evicted. Call it before anything is written to KV memory."""
+        saves, self._evicted = self._evicted, []
+        for piece, tokens, slots in saves:
+            self._stores.save(piece.name, tokens, slots)
+            self._index.add(piece, tokens)
+
+    def save_idle(self, most: int = IDLE_TOKENS) -> None:
+        """Write about so many tokens to the disk that a restart would lose: the last first."""
+        if self._stores.disk is None or self._saved_at == self._cache.idle.clock:
+            return
+        runs = [run for run in self._cache.tree if run.is_wanted or run.is_shared]
+        for run in sorted(runs, key=lambda run: run.last_used, reverse=True):
+            saves = self._unsaved(run) if run.computed else []
+            self._evicted += saves
+            most -= sum(len(save.tokens) for save in saves)
+            if most <= 0:
+                break
+        else:
+            self._saved_at = self._cache.idle.clock
+        self.save_evicted()
+
+    # What is read.
+
+    def read(self, request: Request) -> list[Future[Tensor | None]]:
+        """Begin to read what a request's prompt finds on the disk alone."""
+        stores = self._stores
+        if stores.disk is None or request.pml is not None:
+            return []
+        stores.list_files()
+        known = request.prompt_array
+        ids = request.prompt_token_ids if known is None else known
+        tokens, stretches = np.asarray(ids, np.int32), stretches_of(request)
+        node, at = self._cache.tree.find(tokens, stretches)
+        starts = [0, *(run.start for run in node.path()), at]
+        end = storable(stretches, len(tokens) - 1)
+        room = 2**62 if stores.host is None else stores.host.budget // READ_SHARE
+        wanted = []
+        for one in self._index.find(self._chain(tokens, stretches), starts, end):
+            size = one.piece.num_tokens
+            room -= size * stores.bytes_per_token
+            if one.end > at and room >= 0:
+                wanted.append((one.piece.name, size))
+        return stores.read(wanted) if sum(size for _, size in wanted) >= LEAST_TOKENS else []
+
+    # What is copied back.
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for a copy."""
+        load = self._loading.get(sequence)
+        if load is None:
+            return False
+        if not load.copied.done():
+            return True
+        self._end(sequence)
+        return False
+
+    def ready(self, sequence: Sequence, at: int) -> list[Found]:
+        """Pieces in host memory that go on from a sequence's token `at`, which it would compute
+        next. Where there are too few it is not asked again before it is admitted again."""
+        if sequence in self._asked or sequence.state.pml is not None:
+            return []
+        self.save_evicted()
+        tokens = sequence.ids()
+        path = sequence.path(self._cache.tree.num_splits)
+        starts = [0, *(run.start for run in path if run.start <= at), at]
+        end = storable(sequence.stretches, sequence.match_limit)
+        ready = []
+        for one in self._index.find(self._chain(tokens, sequence.stretches), starts, end):
+            if one.end > at:
+                if not self._stores.is_ready(one.piece.name):
+                    break
+                ready.append(one)
+        if not ready or ready[-1].end - at < LEAST_TOKENS:
+            self._asked.add(sequence)
+            return []
+        return ready
+
+    def load(self, sequence: Sequence, run: Run, found: list[Found], at: int, end: int) -> bool:
+        """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
+        not there any more."""
+        parts = []
+        for piece, start, _ in reversed(found):  # what is used first is kept longest
+            kv = self._stores.take(piece.name, piece.num_tokens)
+            if kv is None:
+                self._index.discard(piece)
+                return False
+            a, b = max(at, start), min(end, start + piece.num_tokens)
+            if a < b:
+                slots = run.slots(a - run.start, b - run.start)
+                parts.append(Part(kv, piece.num_tokens, a - start, slots))
+        self.save_evicted()
+        self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
+        return True
+
+    def wait(self) -> bool:
+        """Wait for the oldest copy; False: there is none."""
+        sequence = next(iter(self._loading), None)
+        if sequence is not None:
+            self._end(sequence)
+        return sequence is not None
+
+    def _end(self, sequence: Sequence) -> None:
+        """Note that what was copied is there."""
+        load = self._loading.pop(sequence)
+        try:
+            load.copied.wait()
+        except Exception:
+            log.exception("keys and values could not be copied: they are computed")
+            self._asked.add(sequence)
+            return
+        for run in sequence.path(self._cache.tree.num_splits):
+            if run.start < load.end:
+                run.computed = max(run.computed, min(load.end, run.end) - run.start)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Wait for a sequence's copy before it gives up its pages."""
+        if sequence in self._loading:
+            self._end(sequence)
+        self._asked.discard(sequence)
+
+    def forget(self) -> None:
+        """The model has other weights."""
+        self._evicted.clear()
+        self._index = PieceIndex(self._tokens_of)

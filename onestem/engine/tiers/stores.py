@@ -1,0 +1,253 @@
+"""Two stores below KV memory for one engine: host memory and a folder, with threads that read and
+write files while steps go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.engine.tiers.copies import KvCopies
+
+__all__ = ["TierStats", "TierStores"]
+
+MOST_READERS = 8  # threads; each reads, checks and puts into pinned memory
+MOST_READ_AHEAD = 64  # read and not used, where the host's store has no room for them
+MOST_UNWRITTEN = 1 << 30  # bytes that wait to be written; what comes beyond is not written
+LISTED_SECONDS = 5.0  # after which others may have written files that are looked for
+
+
+@dataclass
+class TierStats:
+    """Tokens copied so far; what was damaged, or not written."""
+
+    saved_tokens: int = 0
+    from_host_tokens: int = 0
+    from_disk_tokens: int = 0
+    damaged: int = 0
+    not_written: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return asdict(self)
+
+
+class TierStores:
+    """Keys and values by name, in host memory and on a disk.
+
+    Args:
+        copies: of the engine's pages.
+        host, disk: None: there is no such tier.
+
+    Attributes:
+        stats: what was copied.
+        reading: what is read, or was read and not used.
+        bytes_per_second: of the disk, with checksums; None: not measured.
+        row_seconds: of computing a token; None: not measured.
+        on_files: called with the names of all files, now and then, in any thread.
+    """
+
+    def __init__(self, copies: KvCopies, *, host: HostStore | None, disk: DiskStore | None) -> None:
+        self.copies = copies
+        self.host = host
+        self.disk = disk
+        self.stats = TierStats()
+        self.reading: dict[str, Future[Tensor | None]] = {}
+        self.bytes_per_second: float | None = None
+        self.row_seconds: float | None = None
+        self.on_files: Callable[[list[str]], object] = lambda names: None
+        readers = min(MOST_READERS, os.cpu_count() or 1)
+        self._readers = ThreadPoolExecutor(readers, "onestem-kv-read")
+        self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
+        self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
+        self._damaged: set[str] = set()
+        self._probe: Future[None] | None = None
+        self._listed = float("-inf")
+        self._fresh: set[str] = set()  # read, and not taken yet
+
+    def note_step(self, prompt_rows: int, seconds: float) -> None:
+        """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate counts:
+        small steps wait for the weights, and what is copied would be computed in large ones."""
+        if prompt_rows > 0:
+            row = seconds / prompt_rows
+            self.row_seconds = min(row, self.row_seconds or row)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values."""
+        return self.copies.num_values(1) * self.copies.dtype.itemsize
+
+    def on_host(self, name: str) -> bool:
+        """Whether it can be copied at once, or as soon as it is read."""
+        return name in self.reading or (self.host is not None and name in self.host)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether it can be copied now."""
+        future = self.reading.get(name)
+        if future is not None and future.done():
+            return not future.cancelled() and future.exception() is None
+        return self.host is not None and name in self.host
+
+    def on_disk(self, name: str) -> bool:
+        """Whether it has a file that was not found damaged."""
+        return self.disk is not None and name not in self._damaged and name in self.disk
+
+    def disk_pays(self, name: str, num_tokens: int) -> bool:
+        """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
+        is measured on the side, with the beginning of the first file that is asked for."""
+        if not self.copies.is_aside:
+            return True
+        row = self.row_seconds
+        if self.bytes_per_second is None:
+            self._probe = self._probe or self._readers.submit(self._measure, name)
+            return False
+        copy = num_tokens * self.bytes_per_token / self.bytes_per_second
+        return row is not None and copy < num_tokens * row
+
+    def _measure(self, name: str) -> None:
+        assert self.disk is not None
+        rate = self.disk.measure(name)
+        self.bytes_per_second = self.bytes_per_second or rate
+        self._probe = None
+
+    def read(self, wanted: Iterable[tuple[str, int]]) -> list[Future[Tensor | None]]:
+        """Begin to read what is on the disk alone (names, tokens) if that pays."""
+        return [
+            self._read(name, num_tokens)
+            for name, num_tokens in wanted
+            if name in self.reading
+            or (not self.on_host(name) and self.on_disk(name) and self.disk_pays(name, num_tokens))
+        ]
+
+    def _read(self, name: str, num_tokens: int) -> Future[Tensor | None]:
+        """Begin to read. What was read ahead and not used is dropped, oldest first."""
+        future = self.reading.get(name)
+        if future is None:
+            future = self._readers.submit(self._timed_read, name, num_tokens)
+            self.reading[name] = future
+        while len(self.reading) > MOST_READ_AHEAD:
+            done = next((name for name, one in self.reading.items() if one.done()), None)
+            if done is None:
+                break
+            del self.reading[done]
+        return future
+
+    def _timed_read(self, name: str, num_tokens: int) -> Tensor | None:
+        assert self.disk is not None
+        started = time.perf_counter()
+        kv = self.disk.get(name, self.copies.num_values(num_tokens), self.copies.dtype)
+        if kv is None:
+            return None
+        kv = kv.pin_memory() if self.copies.is_aside else kv
+        self._fresh.add(name)
+        self.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
+        if self.host is not None and self.host.put(name, kv):
+            self.reading.pop(name, None)
+        return kv
+
+    def take(self, name: str, num_tokens: int) -> Tensor | None:
+        """What has a name, for so many tokens; it is read if it is on the disk alone. None: no tier
+        has it whole."""
+        kv = self.host.get(name) if self.host is not None else None
+        if kv is not None:
+            self._count(name, num_tokens)
+            return kv
+        if name not in self.reading and not self.on_disk(name):
+            return None
+        try:
+            kv = self._read(name, num_tokens).result()
+        except (OSError, MemoryError, RuntimeError):
+            kv = None  # it is computed
+        self.reading.pop(name, None)
+        if kv is None:
+            self._damaged.add(name)
+            self.stats.damaged += 1
+        else:
+            self._count(name, num_tokens)
+        return kv
+
+    def _count(self, name: str, num_tokens: int) -> None:
+        if name in self._fresh:
+            self._fresh.discard(name)
+            self.stats.from_disk_tokens += num_tokens
+        else:
+            self.stats.from_host_tokens += num_tokens
+
+    def keeps(self, name: str) -> bool:
+        """Whether nothing is to be done to keep it in each tier."""
+        on_host = self.host is None or name in self.host
+        return on_host and (self.disk is None or name in self._writing or self.on_disk(name))
+
+    def save(self, name: str, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Keep what is at `slots` (int64 `[n]`) of KV memory, of `tokens` (int32 `[n]`)."""
+        to_host = self.host is not None and name not in self.host
+        to_disk = self.disk is not None and name not in self._writing and not self.on_disk(name)
+        if not (to_host or to_disk):
+            return
+        kv, wait = self.copies.out(slots)
+        self.stats.saved_tokens += len(tokens)
+        if to_host:
+            assert self.host is not None
+            self.host.put(name, kv)
+        unwritten = sum(size for _, size in list(self._writing.values()))
+        if to_disk and unwritten + kv.nbytes <= MOST_UNWRITTEN:
+            ids = torch.from_numpy(np.array(tokens, np.int32))
+            future = self._writer.submit(self._write, name, ids, kv, wait)
+            self._writing[name] = future, kv.nbytes
+            future.add_done_callback(lambda _: self._writing.pop(name, None))
+        else:
+            self.stats.not_written += to_disk
+
+    def _write(self, name: str, tokens: Tensor, kv: Tensor, wait: Callable[[], object]) -> None:
+        assert self.disk is not None
+        wait()
+        self.stats.not_written += not self.disk.put(name, kv, tokens)
+        self._damaged.discard(name)
+
+    def list_files(self) -> Future[None] | None:
+        """Look for files of others; None: that was done shortly before."""
+        if self.disk is None or time.monotonic() < self._listed + LISTED_SECONDS:
+            return None
+        self._listed = time.monotonic()
+        return self._readers.submit(self._list, self.disk)
+
+    def _list(self, disk: DiskStore) -> None:
+        self.on_files(disk.names())
+
+    def forget(self) -> None:
+        """Drop what is kept: the model has other weights. Files are for the checkpoint's weights,
+        so the disk is not used any more."""
+        self.flush()
+        self.disk = None
+        for future in self.reading.values():
+            future.cancel()
+        for future in list(self.reading.values()):
+            with contextlib.suppress(Exception):
+                future.exception()  # a file that is being read goes to the host
+        self.clear_host()
+
+    def clear_host(self) -> None:
+        """Drop what is in host memory."""
+        self.reading.clear()
+        if self.host is not None:
+            self.host = HostStore(self.host.budget)
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written."""
+        for future, _ in list(self._writing.values()):
+            future.result()
+
+    def close(self) -> None:
+        """Write what was saved, and end the threads."""
+        self.flush()
+        for threads in (self._writer, self._readers):
+            threads.shutdown()
+        self.copies.close()

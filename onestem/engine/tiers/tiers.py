@@ -1,0 +1,67 @@
+"""What an engine has below KV memory: one pair of stores for its modules and its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from onestem.cache import PrefixCache
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.engine.sequence import Chunk
+from onestem.engine.tiers.copies import KvCopies
+from onestem.engine.tiers.modules import ModuleTiers
+from onestem.engine.tiers.prefixes import PrefixTiers
+from onestem.engine.tiers.stores import TierStats, TierStores
+
+__all__ = ["KvTiers"]
+
+
+@dataclass(eq=False, repr=False)
+class KvTiers:
+    """Host memory and a folder for keys and values."""
+
+    stores: TierStores
+    modules: ModuleTiers
+    prefixes: PrefixTiers
+
+    @classmethod
+    def make(
+        cls,
+        pages: Sequence[tuple[Tensor, Tensor]],
+        cache: PrefixCache,
+        identity: str,
+        *,
+        host: HostStore | None,
+        disk: DiskStore | None,
+    ) -> Self:
+        """Those of an engine.
+
+        Args:
+            pages: K and V pages of each layer that has its own.
+            identity: what keys and values depend on besides tokens and labels.
+            host, disk: None: there is no such tier.
+        """
+        stores = TierStores(KvCopies(pages), host=host, disk=disk)
+        return cls(stores, ModuleTiers(stores), PrefixTiers(stores, cache, identity))
+
+    @property
+    def stats(self) -> TierStats:
+        """What was copied."""
+        return self.stores.stats
+
+    def note_chunks(self, chunks: Iterable[Chunk]) -> None:
+        """Keep the modules that are complete with a step that was launched."""
+        self.modules.save_complete(chunk.module for chunk in chunks)
+
+    def forget(self) -> None:
+        """Drop what is kept: the model has other weights."""
+        self.prefixes.forget()
+        self.stores.forget()
+
+    def close(self) -> None:
+        """Write what a restart would lose, and end the threads."""
+        self.prefixes.save_idle(most=2**62)
+        self.stores.close()

@@ -1,0 +1,396 @@
+"""Runs in host memory and on a disk: what was evicted, or another process computed, is copied back,
+with the same answers; nothing that is damaged or of something else is used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.ops.kv import read_kv
+from onestem.request import Request, SamplingParams
+from tests.engine.harness import (
+    TOLERANCE,
+    answer,
+    make_engine,
+    record_logprobs,
+    requests_for,
+    shared_prompts,
+)
+from tests.models.changed import changed_model, tensors_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """Prompts of tests are short."""
+    monkeypatch.setattr("onestem.engine.tiers.prefixes.LEAST_TOKENS", 4)
+    monkeypatch.setattr("onestem.cache.pieces.PIECE_TOKENS", 32)
+
+
+def engine_with(path, folder=None, *, host=64 * MIB, disk=64 * MIB, identity="model", **options):
+    engine = make_engine(path, **{"page_size": 16, "num_pages": 24, **options})
+    engine.keep_below(
+        identity,
+        host=HostStore(host) if host else None,
+        disk=DiskStore(folder, disk, identity) if folder is not None else None,
+    )
+    return engine
+
+
+def long_prompts(count: int, length: int = 130, head: int = 70) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    first = rng.integers(3, 270, head).tolist()
+    return [first + rng.integers(3, 270, length - head).tolist() for _ in range(count)]
+
+
+def run(engine, requests):
+    """Answers, log-probabilities over the vocabulary at each sampled token, and tokens computed."""
+    seen = record_logprobs(engine)
+    outputs = answer(engine, requests)
+    if engine.tiers is not None:
+        engine.tiers.stores.flush()
+    tokens = {name: [one.token_ids for one in out.outputs] for name, out in outputs.items()}
+    return tokens, dict(seen), {n: o.metrics.num_computed_tokens for n, o in outputs.items()}
+
+
+def same(first, second) -> bool:
+    return first[0] == second[0] and all(
+        (values - second[1][key]).abs().max() < TOLERANCE for key, values in first[1].items()
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_image", "qwen3_moe"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_was_evicted_comes_back(tiny, family, page_size):
+    """Conversations of 130 tokens in turns; KV memory holds two."""
+    options = {"page_size": page_size, "num_pages": 24 * 16 // page_size}
+    plain = make_engine(tiny(family), **options)
+    engine = engine_with(tiny(family), **options)
+    prompts = long_prompts(6, head=1)
+    for turn in range(2):
+        for i, prompt in enumerate(prompts):
+            [request] = requests_for([prompt])
+            first, second = run(plain, [request]), run(engine, [request])
+            assert same(first, second), (turn, i)
+            again = turn == 1
+            assert second[2]["0"] == (1 if again else len(prompt) - (i > 0))
+            assert not again or first[2]["0"] > 100  # it is gone without tiers
+    assert engine.tiers.stats.from_host_tokens > 600
+
+
+@pytest.mark.parametrize("host", [0, 64 * MIB])
+def test_a_restart_finds_what_was_closed(tiny, tmp_path, host):
+    prompts = long_prompts(4)
+    first = engine_with(tiny("llama"), tmp_path, host=host, num_pages=4096)
+    answers = run(first, requests_for(prompts))
+    first.close()
+    again = engine_with(tiny("llama"), tmp_path, host=host, num_pages=4096)
+    found = run(again, requests_for(prompts))
+    assert same(answers, found)
+    assert sum(found[2].values()) == len(prompts)  # the last token of each
+    assert again.tiers.stats.from_disk_tokens + again.tiers.stats.from_host_tokens >= 70 + 4 * 59
+
+
+def test_a_prompt_that_differs_takes_the_beginning(tiny, tmp_path):
+    """The second process knows the first one's tokens only from the files."""
+    one, other = long_prompts(2, head=83)
+    first = engine_with(tiny("llama"), tmp_path)
+    run(first, requests_for([one]))
+    first.close()
+    again = engine_with(tiny("llama"), tmp_path)
+    found = run(again, requests_for([other]))
+    assert same(run(make_engine(tiny("llama")), requests_for([other])), found)
+    assert found[2]["0"] == len(other) - 83
+
+
+def test_a_conversation_goes_on_after_a_restart(tiny, tmp_path):
+    """Each turn in a process of its own: it computes its own tokens and no others."""
+    prompt = long_prompts(1)[0]
+    for _ in range(4):
+        engine = engine_with(tiny("llama"), tmp_path)
+        tokens, _, computed = run(engine, requests_for([prompt], max_tokens=9))
+        assert tokens == run(make_engine(tiny("llama")), requests_for([prompt], max_tokens=9))[0]
+        if len(prompt) > 130:
+            assert computed["0"] == 1 + 12  # the last sampled token has no keys and values
+        prompt = prompt + tokens["0"][0] + list(range(7, 19))
+        engine.close()
+
+
+def test_a_second_job_computes_its_own_tokens(tiny, tmp_path):
+    """Groups of a planned job: what they share is kept, what is one prompt's is not."""
+    rng = np.random.default_rng(1)
+    heads = [rng.integers(3, 270, 64 + i).tolist() for i in range(5)]
+    prompts = [head + rng.integers(3, 270, 20).tolist() for head in heads for _ in range(4)]
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+            group=i // 4,
+            group_prefix_tokens=64 + i // 4,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    results = []
+    for _ in range(2):
+        engine = engine_with(tiny("llama"), tmp_path, num_pages=40)
+        outputs = {out.request_id: out for out in engine.run(requests)}
+        engine.close()
+        results.append(outputs)
+    first, second = results
+    assert {n: o.outputs[0].token_ids for n, o in first.items()} == {
+        n: o.outputs[0].token_ids for n, o in second.items()
+    }
+    assert sum(o.metrics.num_computed_tokens for o in second.values()) == 20 * len(prompts)
+    kept = sum(int(path.stem.split("-")[2]) for path in tmp_path.iterdir())
+    assert kept == sum(map(len, heads))
+
+
+def test_salts_have_files_of_their_own(tiny, tmp_path):
+    prompt = long_prompts(1)[0]
+    for salt, computed in (("a", 130), ("b", 130), ("a", 1), ("", 130)):
+        engine = engine_with(tiny("llama"), tmp_path)
+        [request] = requests_for([prompt])
+        request = Request(
+            request_id="0", prompt_token_ids=prompt, params=request.params, cache_salt=salt
+        )
+        assert run(engine, [request])[2]["0"] == computed
+        engine.close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_another_model_finds_nothing(tiny, tmp_path):
+    prompt = long_prompts(1)[0]
+    for identity in ("one", "two"):
+        engine = engine_with(tiny("llama"), tmp_path, identity=identity)
+        assert run(engine, requests_for([prompt]))[2]["0"] == len(prompt)
+        engine.close()
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def another(path):
+    others = sorted(one for one in path.parent.iterdir() if one != path)
+    path.write_bytes(others[0].read_bytes())
+
+
+def folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, another, folder, os.unlink])
+def test_a_damaged_file_is_a_miss(tiny, tmp_path, damage):
+    prompts = long_prompts(3)
+    first = engine_with(tiny("llama"), tmp_path)
+    answers = run(first, requests_for(prompts))
+    first.close()
+    for path in sorted(tmp_path.iterdir()):
+        damage(path)
+    again = engine_with(tiny("llama"), tmp_path)
+    found = run(again, requests_for(prompts))
+    again.close()
+    assert same(answers, found)
+    assert sum(found[2].values()) > 70 + 3 * 59
+
+
+@pytest.mark.parametrize("failure", ["write", "read", "list"])
+def test_a_disk_that_fails_is_a_miss(tiny, tmp_path, monkeypatch, failure):
+    prompts = long_prompts(3)
+    if failure != "write":
+        first = engine_with(tiny("llama"), tmp_path)
+        run(first, requests_for(prompts))
+        first.close()
+
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    names = {"write": "save_file", "read": "safe_open", "list": "Path.iterdir"}
+    engine = engine_with(tiny("llama"), tmp_path)
+    monkeypatch.setattr(f"onestem.cache.storage.{names[failure]}", fails)
+    found = run(engine, requests_for(prompts))
+    engine.close()
+    assert same(run(make_engine(tiny("llama")), requests_for(prompts)), found)
+    assert failure != "write" or engine.tiers.stats.not_written > 0
+
+
+def test_traffic_with_little_of_everything(tiny, tmp_path):
+    """Preemptions, forks, scores, salts and aborts over memory for three prompts and tiers that
+    forget: each answer is that of an engine without tiers."""
+    rng = np.random.default_rng(3)
+    prompts = long_prompts(8)
+    engine = engine_with(tiny("llama"), tmp_path, host=300_000, disk=900_000)
+    plain = make_engine(tiny("llama"), page_size=16, num_pages=24)
+    for turn in range(12):
+        requests = []
+        for i in rng.choice(8, 4, replace=False).tolist():
+            ids = prompts[i][: int(rng.integers(60, 131))]
+            kind = int(rng.integers(4))
+            params = SamplingParams(
+                max_tokens=int(rng.integers(1, 9)),
+                temperature=0,
+                ignore_eos=True,
+                n=2 if kind == 1 else 1,
+                prompt_logprobs=1 if kind == 2 else None,
+            )
+            requests.append(
+                Request(
+                    request_id=f"{turn}-{i}",
+                    prompt_token_ids=ids,
+                    params=params,
+                    cache_salt="s" if kind == 3 else "",
+                    common_prefix_tokens=20 if kind == 3 else 0,
+                    priority="job" if turn % 3 == 0 else "interactive",
+                )
+            )
+        if turn % 4 == 1:  # one leaves while it may wait for a copy
+            gone = Request(
+                request_id="gone", prompt_token_ids=prompts[turn % 8], params=SamplingParams()
+            )
+            engine.add_request(gone)
+            engine.step()
+            engine.abort("gone")
+            engine.check()
+        assert same(run(plain, requests), run(engine, requests)), turn
+    stats = engine.tiers.stats
+    assert min(stats.from_host_tokens, stats.from_disk_tokens) > 0
+    engine.close()
+
+
+def test_others_run_while_a_copy_is_awaited(tiny, monkeypatch):
+    """A sequence whose copy does not end has no rows; the others have."""
+    engine = engine_with(tiny("llama"), num_pages=40)
+    prompts = long_prompts(2, head=0)
+    run(engine, requests_for([prompts[0]]))
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    copies, made = engine.tiers.stores.copies, []
+
+    class Slow:
+        def __init__(self, copied):
+            self.copied = copied
+            self.ended = False
+
+        def done(self):
+            return self.ended
+
+        def wait(self):
+            self.copied.wait()
+
+    into = copies.into
+    monkeypatch.setattr(copies, "into", lambda parts: made.append(Slow(into(parts))) or made[-1])
+    first, second = requests_for(prompts, max_tokens=4)
+    engine.add_request(first)
+    engine.add_request(second)
+    ended = [out.request_id for _ in range(4) for out in engine.step()]
+    assert ended == ["1"]
+    assert engine.num_running == 1
+    made[0].ended = True
+    ended = [out.request_id for _ in range(4) for out in engine.step()]
+    assert ended == ["0"]
+    assert len(made) == 1
+
+
+def test_other_weights_forget(tiny, tmp_path):
+    prompts = long_prompts(3)
+    other = changed_model(tiny("llama"), tmp_path / "other")
+    disk = tmp_path / "kv"
+    engine = engine_with(tiny("llama"), disk)
+    before = run(engine, requests_for(prompts))
+    engine.weights.update(tensors_of(other).items())
+    after = run(engine, requests_for(prompts))
+    assert same(after, run(make_engine(other), requests_for(prompts)))
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    assert same(run(engine, requests_for(prompts)), after)
+    engine.close()
+    again = engine_with(tiny("llama"), disk)
+    assert same(run(again, requests_for(prompts)), before)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.engine import test_tiers as t
+import onestem.engine.tiers.prefixes as prefixes, onestem.cache.pieces as pieces
+prefixes.LEAST_TOKENS, pieces.PIECE_TOKENS = 4, 32
+engine = t.engine_with(Path(sys.argv[1]), Path(sys.argv[2]))
+for prompt in t.long_prompts(8, head=1):
+    t.run(engine, t.requests_for([prompt]))
+    print("one", flush=True)
+"""
+
+
+@pytest.mark.soak
+def test_a_kill_at_any_moment_leaves_whole_files(tiny, tmp_path):
+    """200 processes over one folder, killed while they write: what is there afterwards is used."""
+    rng = np.random.default_rng(0)
+    prompts = long_prompts(8, head=1)
+    want = run(make_engine(tiny("llama")), requests_for(prompts))
+    for _ in range(200):
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tiny("llama")), str(tmp_path)],
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(int(rng.integers(1, 5))):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        engine = engine_with(tiny("llama"), tmp_path)
+        assert same(want, run(engine, requests_for(prompts)))
+        assert engine.tiers.stats.damaged == 0
+        engine.close()
+        for path in list(tmp_path.iterdir())[::2]:
+            path.unlink()
+
+
+def test_a_bfloat16_model_gives_the_same_bits(tiny):
+    """What is copied out and back is what was there."""
+    engine = engine_with(tiny("llama"), dtype=torch.bfloat16)
+    [request] = requests_for([long_prompts(1)[0]])
+    run(engine, [request])
+    every = [pages for pair in engine.launcher.runner.kv_pages for pages in pair]
+
+    def bits():
+        path = next(iter(engine.cache.tree)).path()
+        slots = torch.from_numpy(np.concatenate([r.slots(0, r.computed) for r in path]))
+        return [read_kv(pages, slots)[:129].view(torch.int16).clone() for pages in every]
+
+    before = bits()
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    engine.tiers.prefixes.save_evicted()
+    for pages in every:
+        pages.fill_(float("nan"))
+    run(engine, [request])
+    assert all(map(torch.equal, before, bits()))
+
+
+def test_shared_prompts(tiny, tmp_path):
+    """The tree of prompts that other tests answer, evicted between any two requests."""
+    requests = requests_for(shared_prompts())
+    want = run(make_engine(tiny("llama")), requests)
+    engine = engine_with(tiny("llama"), tmp_path)
+    for request in requests:
+        found = run(engine, [request])
+        assert found[0][request.request_id] == want[0][request.request_id]
+        engine.cache.make_room(engine.cache.pool.num_pages)
+    engine.close()
