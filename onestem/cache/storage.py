@@ -1,7 +1,7 @@
 """Keys and values outside of the KV pages: host memory, and files on a disk.
 
-What is stored under a name is a flat tensor. For each layer that has its own, it has the keys and
-then the values, each `[num_tokens, num_kv_heads, head_dim]`. Both tiers have a budget and evict the
+What is stored under a name are rows `[num_tokens, width]`: of each token the keys and then the
+values in each layer that has its own. Both tiers have a budget and evict the
 least recently used. A file tells its name and its model and carries checksums: a file that is
 damaged, or of something else, is never used.
 """
@@ -35,7 +35,7 @@ _FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)\.safetensors")
 
 
 class HostStore:
-    """Tensors in host memory. Threads may share it.
+    """Rows in host memory. Threads may share it.
 
     Args:
         budget: bytes.
@@ -54,7 +54,7 @@ class HostStore:
         return len(self._tensors)
 
     def get(self, name: str) -> Tensor | None:
-        """What has a name, `[num_values]`, which counts as used; None: it is not here."""
+        """What has a name, which counts as used; None: it is not here."""
         with self._lock:
             kv = self._tensors.get(name)
             if kv is not None:
@@ -62,21 +62,21 @@ class HostStore:
             return kv
 
     def put(self, name: str, kv: Tensor) -> bool:
-        """Keep `[num_values]`; False if it alone exceeds the budget."""
-        if _room_of(kv) > self.budget:
+        """Keep rows; False if they alone exceed the budget."""
+        if kv.nbytes > self.budget:
             return False
         with self._lock:
             known = self._tensors.pop(name, None)
-            self.num_bytes += _room_of(kv) - (0 if known is None else _room_of(known))
+            self.num_bytes += kv.nbytes - (0 if known is None else known.nbytes)
             self._tensors[name] = kv
             while self.num_bytes > self.budget:
                 _, oldest = self._tensors.popitem(last=False)
-                self.num_bytes -= _room_of(oldest)
+                self.num_bytes -= oldest.nbytes
         return True
 
 
 class DiskStore:
-    """Tensors in files of a folder, for the user alone. Several processes and models may share it.
+    """Rows in files of a folder, for the user alone. Several processes and models may share it.
 
     Args:
         folder: made if it does not exist.
@@ -102,14 +102,13 @@ class DiskStore:
     def __contains__(self, name: str) -> bool:
         return self.path(name).is_file()
 
-    def get(self, name: str, num_values: int, dtype: torch.dtype) -> Tensor | None:
-        """What has a name, `[num_values]`; None: there is no file, or it is damaged or of another
-        kind."""
+    def get(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """What has a name; None: there is no file, or it is damaged or of another kind."""
         found = self._read(name, "kv")
         if found is None:
             return None
         kv, metadata = found
-        if kv.shape != (num_values,) or kv.dtype != dtype:
+        if kv.shape != shape or kv.dtype != dtype:
             return None
         if metadata.get("checksums") != _checksums(kv):
             return None
@@ -136,8 +135,7 @@ class DiskStore:
             return None
 
     def put(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
-        """Write keys and values `[num_values]` of tokens (int32 `[n]`): a reader finds all of it or
-        nothing. False: no room."""
+        """Write rows of tokens (int32 `[n]`): readers find all or nothing. False: no room."""
         if kv.nbytes > self.budget:
             return False
         path = self.path(name)
@@ -206,12 +204,7 @@ class DiskStore:
                 excess -= size
 
 
-def _room_of(kv: Tensor) -> int:
-    """Bytes that a tensor takes in host memory: pinned blocks are powers of two."""
-    return 1 << (kv.nbytes - 1).bit_length() if kv.is_pinned() and kv.nbytes else kv.nbytes
-
-
 def _checksums(kv: Tensor) -> str:
     """CRC-32 of each `CHECKED_BYTES`."""
-    pieces = kv.view(torch.uint8).split(CHECKED_BYTES)
+    pieces = kv.view(-1).view(torch.uint8).split(CHECKED_BYTES)
     return " ".join(f"{zlib.crc32(piece.numpy().data):08x}" for piece in pieces)

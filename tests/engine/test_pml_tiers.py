@@ -11,7 +11,6 @@ import torch
 
 from onestem.cache import ModuleRun
 from onestem.cache.storage import DiskStore, HostStore
-from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.modules import module_name
 from onestem.errors import ConfigError
 from tests.engine.harness import TOLERANCE, answer, make_engine
@@ -189,7 +188,7 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     run(engine_with(tiny("llama"), tmp_path), [compiled])
     both = engine_with(tiny("llama"), tmp_path).tiers
     tiers, modules = both.stores, both.modules
-    monkeypatch.setattr(KvCopies, "is_aside", True)
+    monkeypatch.setattr(tiers.copies, "is_aside", True)
     module = next(s for s in compiled.segments if s.kind == "cached")
     name, count = module_name("", module.key), len(module.token_ids)
     run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
@@ -233,7 +232,7 @@ def test_host_budget_lets_the_oldest_go():
 
 
 def test_disk_budget_lets_the_oldest_go(tmp_path):
-    module = torch.zeros(256)
+    module = torch.zeros(16, 16)
     size = 2 * module.nbytes + 1024
     store = DiskStore(tmp_path, size, "m")
     (tmp_path / "notes.txt").write_text("x" * 4096)
@@ -241,11 +240,11 @@ def test_disk_budget_lets_the_oldest_go(tmp_path):
         assert store.put(name, module, IDS)
         stamp = 1e9 - age
         os.utime(store.path(name), (stamp, stamp))
-    assert store.get(A, len(module), module.dtype) is not None  # used: now the youngest
+    assert store.get(A, (16, 16), module.dtype) is not None  # used: now the youngest
     assert store.put(C, module, IDS)
     assert (A in store, B in store, C in store) == (True, False, True)
     assert (tmp_path / "notes.txt").exists()
-    assert not store.put("d", torch.zeros(256 * 60), IDS)
+    assert not store.put("d", torch.zeros(256, 60), IDS)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 

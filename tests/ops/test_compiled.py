@@ -77,6 +77,7 @@ EXCHANGE = {
     "stop": "*i32",
 }
 ONE_ROW = {"HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8, "GELU": False}
+SIZES = ("count", "width", "page_size")
 KERNELS = {
     "4 bits": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZERO, **CUT}, 4),
     "zeros": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZEROS, **CUT}, 4),
@@ -110,6 +111,12 @@ KERNELS = {
         *("sm90", "attend_hopper", 90),
         {**ATTEND, "k_pages": PAGES, "v_pages": PAGES, "num_words": "i32"},
         {**ROLES, "FORM": {**HEADS, **RING, "most": 8}},
+        4,
+    ),
+    "pages to rows": (
+        *("page_rows", "_move", 90),
+        {"table": "*i64", "slots": "*i64", "rows": "*i16", **dict.fromkeys(SIZES, "i32")},
+        {"OUT": True, "BITS": 16, "TOKENS": 8, "VALUES": 256, "FIELDS": 7},
         4,
     ),
     "dense": ("tiled_groups", "_groups_dense", 90, GROUPS, WITH_ZEROS, 4),
@@ -184,6 +191,7 @@ FEW = {"4 bits", "Q4_K", "one row", "Hopper", "Hopper, few rows", "float8", "exp
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
+    "pages to rows": ("ld.global", "st.global"),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
     "one row": (
         *("mma.sync.aligned.m16n8k16", "ld.global.cg.v4.b32", "lop3.b32"),

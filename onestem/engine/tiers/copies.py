@@ -1,12 +1,14 @@
-"""Copies of keys and values between KV pages and flat tensors in host memory.
+"""Copies of keys and values between KV pages and host memory.
 
-On a GPU they go over pinned memory on a stream of their own: copies out wait for the steps that
-wrote the pages, and copies in for those that still read them. Steps go on meanwhile. On a CPU
-copies in are made by a thread, without PyTorch's threads, which belong to the steps.
+On a GPU they go through a buffer there, over pinned memory and on streams of their own: copies out
+wait for the steps that wrote the pages, and copies in for those that still read them. Steps go on
+meanwhile. On a CPU copies in are made by a thread, without PyTorch's threads, which belong to the
+steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -16,21 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.ops.kv import read_kv, write_kv
+from onestem.engine.tiers.arena import PinnedArena
 
-__all__ = ["Copied", "KvCopies", "Part"]
+__all__ = ["Copied", "KvCopies", "Part", "copies_of"]
 
-FEW_STRETCHES = 4  # this many copies straight into the pages are no slower than one and a scatter
+BUFFER_TOKENS = 512  # a GPU's buffers hold so many
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Part(NamedTuple):
-    """Tokens first..first + len(slots) - 1 of a flat tensor that holds `num_tokens`, and the pages'
-    slots (int64 `[n]`) that they go to."""
+    """Rows `[n, width]` in host memory and the pages' slots (int64 `[n]`) that they go to, and the
+    tensor that they are a part of."""
 
-    kv: Tensor
-    num_tokens: int
-    first: int
+    rows: Tensor
     slots: np.ndarray
+    whole: Tensor
 
 
 class Copied(Protocol):
@@ -49,6 +51,54 @@ class Copied(Protocol):
         ...
 
 
+class KvCopies(Protocol):
+    """Copies between the pages of one engine and rows in host memory. A row has a token's keys and
+    then values in each layer that has its own, `num_kv_heads * head_dim` each.
+
+    Attributes:
+        dtype: of the values.
+        width: values of a row.
+        is_aside: whether computing may be faster: copies go over a bus.
+    """
+
+    dtype: torch.dtype
+    width: int
+    is_aside: bool
+
+    def host_rows(self, num_tokens: int) -> Tensor:
+        """Rows `[num_tokens, width]` that copies go to and from, not initialised."""
+        ...
+
+    def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
+        """Copy what is at `slots` (int64 `[n]`) after the steps that were launched. The pages may
+        be written by the next step.
+
+        Returns:
+            rows, and what waits until they are filled.
+        """
+        ...
+
+    def into(self, parts: Sequence[Part]) -> Copied:
+        """Begin to copy to slots that no step reads before the copy is done."""
+        ...
+
+    def close(self) -> None:
+        """End the threads, when all copies are made."""
+        ...
+
+
+def copies_of(pages: Sequence[tuple[Tensor, Tensor]], budget: int) -> KvCopies:
+    """Copies of an engine's pages.
+
+    Args:
+        pages: K and V pages of each layer that has its own.
+        budget: bytes of host memory.
+    """
+    every = [one for pair in pages for one in pair]
+    on_gpu = every[0].device.type == "cuda"
+    return _GpuCopies(every, budget) if on_gpu else _CpuCopies(every)
+
+
 class _ByThread:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -62,11 +112,62 @@ class _ByThread:
     join = wait
 
 
+class _CpuCopies:
+    is_aside = False
+
+    def __init__(self, every: Sequence[Tensor]) -> None:
+        self.dtype = every[0].dtype
+        self.width = sum(pages[0, 0].numel() for pages in every)
+        self._every = [_bits(pages) for pages in every]
+        self._thread = ThreadPoolExecutor(1, "onestem-kv-copies")
+
+    def host_rows(self, num_tokens: int) -> Tensor:
+        return torch.empty(num_tokens, self.width, dtype=self.dtype)
+
+    def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
+        rows = self.host_rows(len(slots))
+        for of, places in self._places(_bits(rows), slots):
+            of[...] = places
+        return rows, lambda: None
+
+    def into(self, parts: Sequence[Part]) -> Copied:
+        return _ByThread(self._thread.submit(self._into, parts))
+
+    def _into(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            for of, places in self._places(_bits(part.rows), part.slots):
+                places[...] = of
+
+    def _places(
+        self, rows: np.ndarray, slots: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows' values for consecutive slots of each pages tensor, and their places there, both
+        `[n, num_kv_heads, head_dim]`."""
+        size = self._every[0].shape[1]
+        breaks = (np.diff(slots) != 1) | (slots[1:] % size == 0)
+        cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
+        first = 0
+        for pages in self._every:
+            _, _, heads, dim = pages.shape
+            mine = rows[:, first : first + heads * dim].reshape(-1, heads, dim)
+            first += heads * dim
+            for a, b in pairwise(cuts):
+                page, place = divmod(int(slots[a]), size)
+                yield mine[a:b], pages[page, place : place + b - a]
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    """Its memory as numpy's, which has no bfloat16: each value as bits."""
+    return tensor.detach().view(_BITS[tensor.dtype.itemsize]).numpy()
+
+
 class _ByStream:
-    def __init__(self, event: torch.cuda.Event, device: torch.device, kept: object) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
-        self._kept = kept  # what it copies from must not be used again before
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -78,131 +179,72 @@ class _ByStream:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class KvCopies:
-    """Copies between the pages of one engine and flat tensors: for each layer that has its own,
-    keys and then values, each `[num_tokens, num_kv_heads, head_dim]`.
+class _GpuCopies:
+    is_aside = True
 
-    Args:
-        pages: K and V pages of each such layer.
+    def __init__(self, every: Sequence[Tensor], budget: int) -> None:
+        from onestem.ops.triton.page_rows import PageRows
 
-    Attributes:
-        device: where they are.
-        dtype: of the values.
-    """
+        self.dtype, self._device = every[0].dtype, every[0].device
+        self.width = sum(pages[0, 0].numel() for pages in every)
+        self._rows = PageRows(every)
+        self._arena = PinnedArena(budget)
+        self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
+        shape = (BUFFER_TOKENS, self.width)
+        self._buffers = [torch.empty(shape, dtype=self.dtype, device=self._device) for _ in "123"]
+        self._emptied = [torch.cuda.Event() for _ in "12"]  # the first two, for copies out
+        self._next = 0
+        # What copies go to or come from must not be used again before they are done.
+        self._busy: deque[tuple[torch.cuda.Event, object]] = deque()
 
-    def __init__(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._every = [one for pair in pages for one in pair]
-        self.device, self.dtype = self._every[0].device, self._every[0].dtype
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "onestem-kv-copies")
+    def host_rows(self, num_tokens: int) -> Tensor:
+        shape = num_tokens, self.width
+        rows = self._arena.take(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, pin_memory=True) if rows is None else rows
 
-    @property
-    def is_aside(self) -> bool:
-        """Whether copies go over pinned memory and a stream."""
-        return self._stream is not None
-
-    def num_values(self, num_tokens: int) -> int:
-        """Of a flat tensor for so many tokens."""
-        return num_tokens * sum(pages[0, 0].numel() for pages in self._every)
-
-    def _views(self, kv: Tensor, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each pages tensor with what a flat one has of it, `[num_tokens, num_kv_heads,
-        head_dim]`."""
-        sizes = [num_tokens * pages[0, 0].numel() for pages in self._every]
-        for pages, values in zip(self._every, kv.split(sizes), strict=True):
-            yield pages, values.view(num_tokens, *pages.shape[2:])
+    def _keep(self, event: torch.cuda.Event, used: object) -> None:
+        while self._busy and self._busy[0][0].query():
+            self._busy.popleft()
+        self._busy.append((event, used))
 
     @torch.inference_mode()
     def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
-        """Copy what is at `slots` (int64 `[n]`) after the steps that were launched. The pages may
-        be written by the next step.
+        main = torch.cuda.current_stream(self._device)
+        rows = self.host_rows(len(slots))
+        where = torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
+        for first in range(0, len(slots), BUFFER_TOKENS):
+            end = min(first + BUFFER_TOKENS, len(slots))
+            buffer, emptied = self._buffers[self._next], self._emptied[self._next]
+            self._next = 1 - self._next
+            main.wait_event(emptied)
+            self._rows.gather(where[first:end], buffer)
+            self._out.wait_stream(main)
+            with torch.cuda.stream(self._out):
+                rows[first:end].copy_(buffer[: end - first], non_blocking=True)
+                emptied.record(self._out)
+        event = torch.cuda.Event()
+        event.record(self._out)
+        self._keep(event, rows)
+        return rows, event.synchronize
 
-        Returns:
-            a flat tensor, and what waits until it is filled.
-        """
-        count = len(slots)
-        if self._stream is None:
-            kv = torch.empty(self.num_values(count), dtype=self.dtype)
-            for pages, values in self._views(kv, count):
-                to = _numpy(values)
-                for first, pieces in _stretches(slots, pages):
-                    to[first : first + len(pieces)] = pieces
-            return kv, lambda: None
-        kv = torch.empty(self.num_values(count), dtype=self.dtype, pin_memory=True)
-        where = torch.from_numpy(slots).to(self.device)
-        gathered = [(values, read_kv(pages, where)) for pages, values in self._views(kv, count)]
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            for values, found in gathered:
-                values.copy_(found, non_blocking=True)
-                found.record_stream(self._stream)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return kv, event.synchronize
-
+    @torch.inference_mode()
     def into(self, parts: Sequence[Part]) -> Copied:
-        """Begin to copy to slots that no step reads before the copy is done."""
-        if self._stream is None:
-            return _ByThread(self._thread.submit(self._into_here, parts))
-        main = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            for part in parts:
-                self._into_aside(part)
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_stream(self._out)  # what was copied out shortly before
+        buffer = self._buffers[2]
+        with torch.cuda.stream(self._in):
+            for rows, slots, _ in parts:
+                where = torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
+                for first in range(0, len(slots), BUFFER_TOKENS):
+                    end = min(first + BUFFER_TOKENS, len(slots))
+                    buffer[: end - first].copy_(rows[first:end], non_blocking=True)
+                    self._rows.scatter(where[first:end], buffer)
             event = torch.cuda.Event()
-            event.record(self._stream)
-        return _ByStream(event, self.device, parts)
-
-    def _into_here(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            for pages, values in self._views(part.kv, part.num_tokens):
-                of = _numpy(values[part.first :])
-                for first, places in _stretches(part.slots, pages):
-                    places[...] = of[first : first + len(places)]
-
-    def _into_aside(self, part: Part) -> None:
-        slots, count = part.slots, len(part.slots)
-        cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), count]
-        in_order = all(pages.is_contiguous() for pages in self._every)
-        where = None
-        if len(cuts) - 1 > FEW_STRETCHES or not in_order:
-            where = torch.from_numpy(slots).pin_memory().to(self.device, non_blocking=True)
-        for pages, values in self._views(part.kv, part.num_tokens):
-            mine = values[part.first : part.first + count]
-            if where is not None:
-                write_kv(pages, where, mine.to(self.device, non_blocking=True))
-                continue
-            flat = pages.view(-1, *pages.shape[2:])
-            for a, b in pairwise(cuts):
-                first = int(slots[a])
-                flat[first : first + b - a].copy_(mine[a:b], non_blocking=True)
+            event.record(self._in)
+        self._keep(event, parts)
+        return _ByStream(event, self._device)
 
     def close(self) -> None:
-        """End the thread, when all copies are made."""
-        self._thread.shutdown()
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    """Its memory as numpy's, which has no bfloat16: each value as bits."""
-    return tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def _stretches(slots: np.ndarray, pages: Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """The places of slots in pages on a CPU, where these follow each other: the index of the first
-    slot, and a view `[n, num_kv_heads, head_dim]`."""
-    every, size = _numpy(pages), pages.shape[1]
-    one = every.reshape(-1, *every.shape[2:]) if pages.is_contiguous() else None
-    breaks = np.diff(slots) != 1
-    if one is None:
-        breaks |= slots[1:] % size == 0
-    cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    for a, b in pairwise(cuts):
-        first = int(slots[a])
-        if one is not None:
-            yield a, one[first : first + b - a]
-        else:
-            page, place = divmod(first, size)
-            yield a, every[page, place : place + b - a]
+        torch.cuda.synchronize(self._device)
+        self._busy.clear()
+        self._arena.close()

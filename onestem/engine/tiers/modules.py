@@ -44,7 +44,7 @@ class ModuleTiers:
         kv = self._stores.take(_name(run), count)
         if kv is None:
             return False
-        self._stores.copies.into([Part(kv, count, 0, run.slots(0, count))]).join()
+        self._stores.copies.into([Part(kv, run.slots(0, count), kv)]).join()
         return True
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:

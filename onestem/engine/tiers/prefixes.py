@@ -203,7 +203,7 @@ class PrefixTiers:
             a, b = max(at, start), min(end, start + piece.num_tokens)
             if a < b:
                 slots = run.slots(a - run.start, b - run.start)
-                parts.append(Part(kv, piece.num_tokens, a - start, slots))
+                parts.append(Part(kv[a - start : b - start], slots, kv))
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True

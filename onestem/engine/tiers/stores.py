@@ -83,7 +83,7 @@ class TierStores:
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values."""
-        return self.copies.num_values(1) * self.copies.dtype.itemsize
+        return self.copies.width * self.copies.dtype.itemsize
 
     def on_host(self, name: str) -> bool:
         """Whether it can be copied at once, or as soon as it is read."""
@@ -143,10 +143,12 @@ class TierStores:
     def _timed_read(self, name: str, num_tokens: int) -> Tensor | None:
         assert self.disk is not None
         started = time.perf_counter()
-        kv = self.disk.get(name, self.copies.num_values(num_tokens), self.copies.dtype)
+        shape = num_tokens, self.copies.width
+        kv = self.disk.get(name, shape, self.copies.dtype)
         if kv is None:
             return None
-        kv = kv.pin_memory() if self.copies.is_aside else kv
+        if self.copies.is_aside:
+            kv = self.copies.host_rows(num_tokens).copy_(kv)
         self._fresh.add(name)
         self.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
         if self.host is not None and self.host.put(name, kv):

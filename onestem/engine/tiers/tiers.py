@@ -11,7 +11,7 @@ from torch import Tensor
 from onestem.cache import PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.sequence import Chunk
-from onestem.engine.tiers.copies import KvCopies
+from onestem.engine.tiers.copies import copies_of
 from onestem.engine.tiers.modules import ModuleTiers
 from onestem.engine.tiers.prefixes import PrefixTiers
 from onestem.engine.tiers.stores import TierStats, TierStores
@@ -44,7 +44,8 @@ class KvTiers:
             identity: what keys and values depend on besides tokens and labels.
             host, disk: None: there is no such tier.
         """
-        stores = TierStores(KvCopies(pages), host=host, disk=disk)
+        budget = 0 if host is None else host.budget
+        stores = TierStores(copies_of(pages, budget), host=host, disk=disk)
         return cls(stores, ModuleTiers(stores), PrefixTiers(stores, cache, identity))
 
     @property

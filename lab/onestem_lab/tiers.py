@@ -1,0 +1,297 @@
+"""What keys and values below KV memory are worth: copied back against computed.
+
+    python -m onestem_lab.tiers [--model shape:0.5b] [--tokens 8000] [--parts first sessions ...]
+
+* `first`: seconds to the first token of a prompt of `--tokens` tokens: computed; from host memory,
+  after other prompts have evicted it; from files, by a new engine (its files are in the page
+  cache). `floor` is what these bytes take alone in the same process: the copy to the device from
+  host memory; and, for files, reading, checking and copying with as many threads.
+* `sessions`: `--sessions` conversations of `--session-tokens` tokens take turns, KV memory holds
+  `--held` of them: prompt tokens that are computed though they were before, and the mean time to a
+  first token, with host memory for all and without.
+* `job`: 40 groups of 16 (2,000 + 200 tokens) twice over one folder, by two engines: prompt tokens
+  that the second computes.
+* `beside`: time between two tokens of 16 streams, while requests come whose prompt is in KV memory
+  (`hits`), or has to be copied to it (`copies`).
+
+Weights are random: times and counts do not depend on them. Written to lab/results/tiers-NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from onestem import LLM, AsyncLLM, SamplingParams
+from onestem_lab.results import RESULTS, device_name, machine, write
+
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+PARTS = ("first", "sessions", "job", "beside")
+Json = dict[str, Any]
+
+
+def main() -> None:
+    options = _options()
+    result: Json = {
+        "command": " ".join(["python -m onestem_lab.tiers", *sys.argv[1:]]),
+        "machine": machine(),
+        "device": device_name(torch.device(options.device)),
+        "model": options.model,
+        "dtype": options.dtype,
+    }
+    with TemporaryDirectory(dir=options.folder) as folder:
+        for part in options.parts:
+            result[part] = globals()[f"measure_{part}"](options, Path(folder) / part)
+            print(part, result[part], flush=True)
+            write(options.out, result)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="shape:0.5b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=60)
+    parser.add_argument("--session-tokens", type=int, default=12_000)
+    parser.add_argument("--held", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=40)
+    parser.add_argument("--folder", help="of the files; a temporary one")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    name = f"{options.model.removeprefix('shape:')}-{options.device}"
+    options.out = options.out or RESULTS / f"tiers-{name}.json"
+    return options
+
+
+def _draw(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(10, 30_000, count)]
+
+
+def _llm(options: argparse.Namespace, kv_tokens: int, **more: Any) -> LLM:
+    return LLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_memory=kv_tokens * _token_bytes(options),
+        seed=0,
+        **more,
+    )
+
+
+def _token_bytes(options: argparse.Namespace) -> int:
+    """Of keys and values."""
+    if not hasattr(options, "token_bytes"):
+        how = {"device": options.device, "dtype": options.dtype, "kv_memory": 1 << 30}
+        with LLM(options.model, **how) as llm:
+            options.token_bytes = (1 << 30) // llm.kv_tokens
+    return int(options.token_bytes)
+
+
+def _first(llm: LLM, prompt: list[int]) -> tuple[float, int]:
+    """Seconds to the first token, and prompt tokens computed."""
+    began = time.perf_counter()
+    [output] = llm.generate([{"prompt_token_ids": prompt}], ONE, use_tqdm=False)
+    return time.perf_counter() - began, output.metrics.num_computed_tokens
+
+
+def _some(values: list[tuple[float, int]]) -> Json:
+    seconds = sorted(one for one, _ in values)
+    return {
+        "median": round(statistics.median(seconds), 4),
+        "least": round(seconds[0], 4),
+        "most": round(seconds[-1], 4),
+        "computed_tokens": sorted({count for _, count in values}),
+    }
+
+
+def measure_first(options: argparse.Namespace, folder: Path) -> Json:
+    """See the module."""
+    rng, count = np.random.default_rng(0), options.tokens
+    prompts = [_draw(rng, count) for _ in range(options.repeats)]
+    room = count + count // 4
+    size = _token_bytes(options) * count
+    found: Json = {"bytes": size}
+    host = 2 * (options.repeats + 2) * size
+    kept = {"host_kv": host, "disk_kv": folder, "disk_kv_size": 64 << 30}
+    with _llm(options, room, **kept) as llm:
+        for _ in range(2):
+            _first(llm, _draw(rng, count))
+        found["computed"] = _some([_first(llm, prompt) for prompt in prompts])
+        _first(llm, prompts[0])
+        found["host"] = _some([_first(llm, prompt) for prompt in (*prompts[1:], prompts[0])])
+        found["in_kv_memory"] = _some([_first(llm, prompts[0]) for _ in prompts])
+    with _llm(options, room, **kept) as llm:
+        for _ in range(2):  # rates of computing and of the disk are measured here
+            _first(llm, _draw(rng, count))
+        _first(llm, prompts[0])
+        found["disk"] = _some([_first(llm, prompt) for prompt in prompts[1:]])
+    found["floor"] = _floor(options, folder, size)
+    for tier in ("host", "disk"):
+        found[f"{tier}_ratio"] = round(found[tier]["median"] / found["computed"]["median"], 4)
+    return found
+
+
+def _floor(options: argparse.Namespace, folder: Path, size: int) -> Json:
+    """Seconds of copying so many bytes from host memory, and of reading and checking them."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=options.device != "cpu").fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=options.device)
+    copies = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        if options.device != "cpu":
+            torch.cuda.synchronize()
+        copies.append(time.perf_counter() - began)
+    files, total = [], 0
+    for path in sorted(folder.iterdir()):
+        if total < size:
+            files.append(path)
+            total += path.stat().st_size
+    reads = []
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(3):
+            began = time.perf_counter()
+            list(threads.map(_read, files))
+            reads.append((time.perf_counter() - began) * size / total)
+    copy, read = statistics.median(copies), statistics.median(reads)
+    return {"copy": round(copy, 4), "read": round(read, 4)}
+
+
+def _read(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
+
+
+def measure_sessions(options: argparse.Namespace, folder: Path) -> Json:
+    """See the module."""
+    tokens = options.session_tokens
+    room = options.held * (tokens + 200 * options.turns)
+    size = _token_bytes(options) * options.sessions * (tokens + 200 * options.turns)
+    found: Json = {}
+    for name, kept in (("tiers", {"host_kv": int(1.1 * size)}), ("without", {})):
+        rng = np.random.default_rng(1)
+        with _llm(options, room, **kept) as llm:
+            _first(llm, _draw(rng, tokens))
+            talks = [_draw(rng, tokens) for _ in range(options.sessions)]
+            times, again, prompted = [], 0, 0
+            for turn in range(options.turns):
+                for talk in talks:
+                    own = len(talk) if turn == 0 else 100
+                    seconds, computed = _first(llm, talk)
+                    if turn:
+                        times.append(seconds)
+                        # What the turn adds, and the answer's one token, are new.
+                        again += computed - own
+                        prompted += len(talk) - own
+                    talk += _draw(rng, 100)
+            found[name] = {
+                "mean_first_token": round(statistics.mean(times), 4),
+                "computed_again": round(again / prompted, 4),
+            }
+    found["ratio"] = round(
+        found["tiers"]["mean_first_token"] / found["without"]["mean_first_token"], 4
+    )
+    return found
+
+
+def measure_job(options: argparse.Namespace, folder: Path) -> Json:
+    """See the module."""
+    rng = np.random.default_rng(2)
+    heads = [_draw(rng, 2000) for _ in range(options.groups)]
+    prompts = [{"prompt_token_ids": head + _draw(rng, 200)} for head in heads for _ in range(16)]
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    found: Json = {"own_tokens": 200 * len(prompts)}
+    for name in ("first", "second"):
+        with _llm(options, 60_000, disk_kv=folder, disk_kv_size=256 << 30) as llm:
+            _first(llm, _draw(rng, 4000))
+            _first(llm, _draw(rng, 4000))
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found[name] = {
+                "seconds": round(time.perf_counter() - began, 2),
+                "computed_tokens": sum(one.metrics.num_computed_tokens for one in outputs),
+            }
+    return found
+
+
+def measure_beside(options: argparse.Namespace, folder: Path) -> Json:
+    """See the module."""
+    return asyncio.run(_beside(options))
+
+
+async def _beside(options: argparse.Namespace) -> Json:
+    rng, count, streams = np.random.default_rng(3), options.tokens, 16
+    prompts = [_draw(rng, count) for _ in range(6)]
+    room = 2 * count + streams * 1400
+    llm = AsyncLLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_memory=room * _token_bytes(options),
+        host_kv=16 * count * _token_bytes(options),
+        seed=0,
+    )
+    found: Json = {}
+    names = iter(range(10**9))
+
+    async def ask(prompt: list[int]) -> int:
+        last = None
+        async for output in llm.generate({"prompt_token_ids": prompt}, ONE, f"ask-{next(names)}"):
+            last = output
+        assert last is not None
+        return int(last.metrics.num_computed_tokens)
+
+    for prompt in prompts:  # each is in host memory, or comes there with the next
+        await ask(prompt)
+    for kind in ("hits", "copies", "hits again", "copies again"):
+        gaps: list[float] = []
+        going = True
+
+        async def stream(gaps: list[float] = gaps) -> None:
+            params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+            last, seen = None, 0
+            prompt = {"prompt_token_ids": _draw(rng, 64)}
+            async for output in llm.generate(prompt, params, f"stream-{next(names)}"):
+                now, tokens = time.perf_counter(), len(output.outputs[0].token_ids)
+                if last is not None and seen > 20:
+                    gaps += [(now - last) / (tokens - seen)] * (tokens - seen)
+                last, seen = now, tokens
+
+        tasks = [asyncio.create_task(stream()) for _ in range(streams)]
+        computed, asked = 0, 0
+        await asyncio.sleep(0.5)
+        while going and not all(task.done() for task in tasks):
+            number = 0 if kind.startswith("hits") else asked % len(prompts)
+            computed += await ask(prompts[number])
+            asked += 1
+            await asyncio.sleep(0.25)
+        await asyncio.gather(*tasks)
+        found[kind] = {
+            "requests": asked,
+            "computed_tokens": computed,
+            "p50": round(float(np.percentile(gaps, 50)), 5),
+            "p99": round(float(np.percentile(gaps, 99)), 5),
+            "most": round(max(gaps), 5),
+        }
+    await llm.close()
+    pairs = [(found[f"copies{more}"], found[f"hits{more}"]) for more in ("", " again")]
+    found["p99_ratio"] = [round(a["p99"] / b["p99"], 3) for a, b in pairs]
+    return found
+
+
+if __name__ == "__main__":
+    main()

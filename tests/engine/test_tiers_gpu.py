@@ -1,0 +1,85 @@
+"""Runs that come back to a GPU's pages from pinned memory and from files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onestem.cache.storage import DiskStore, HostStore
+from onestem.ops.kv import read_kv
+from tests.engine.harness import answer, engine_on, make_engine, requests_for, shared_prompts
+from tests.engine.test_tiers import few_tokens, long_prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+__all__ = ["few_tokens"]
+
+MIB = 1 << 20
+
+
+def tokens(engine, requests):
+    outputs = answer(engine, requests)
+    return {name: one.outputs[0].token_ids for name, one in outputs.items()}
+
+
+def gpu_engine(path, folder=None, **options):
+    engine = engine_on("cuda", path, **options)
+    disk = DiskStore(folder, 64 * MIB, "model") if folder is not None else None
+    engine.keep_below("model", host=HostStore(256 * MIB), disk=disk)
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_image", "qwen3_moe"])
+@pytest.mark.parametrize("page_size", [1, 16])  # scattered slots, and stretches of them
+def test_what_was_evicted_comes_back(tiny, family, page_size):
+    want = [
+        tokens(make_engine(tiny(family)), requests_for([prompt]))["0"]
+        for prompt in long_prompts(6, head=1)
+    ]
+    engine = gpu_engine(tiny(family), page_size=page_size, num_pages=24 * 16 // page_size)
+    for _ in range(3):
+        for prompt, ids in zip(long_prompts(6, head=1), want, strict=True):
+            assert tokens(engine, requests_for([prompt]))["0"] == ids
+    assert engine.tiers.stats.from_host_tokens > 1200
+
+
+def test_copies_beside_steps(tiny):
+    """Many requests at once over memory for a few: all pages are right while others are copied."""
+    prompts = long_prompts(8, head=1)
+    want = tokens(make_engine(tiny("llama")), requests_for(prompts, max_tokens=20))
+    engine = gpu_engine(tiny("llama"), page_size=16, num_pages=40)
+    for _ in range(5):
+        assert tokens(engine, requests_for(prompts, max_tokens=20)) == want
+    assert engine.tiers.stats.from_host_tokens > 2000
+
+
+def test_a_restart_finds_files(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("onestem.engine.tiers.stores.TierStores.disk_pays", lambda *_: True)
+    requests = requests_for(shared_prompts())
+    first = gpu_engine(tiny("llama"), tmp_path)
+    want = tokens(first, requests)
+    first.close()
+    again = gpu_engine(tiny("llama"), tmp_path)
+    assert tokens(again, requests) == want
+    assert again.tiers.stats.from_disk_tokens > 100
+
+
+def test_bits_stay(tiny):
+    engine = gpu_engine(tiny("llama"), dtype=torch.bfloat16, page_size=16)
+    [request] = requests_for([long_prompts(1)[0]])
+    answer(engine, [request])
+    every = [pages for pair in engine.launcher.runner.kv_pages for pages in pair]
+
+    def bits():
+        torch.cuda.synchronize()
+        run = next(iter(engine.cache.tree))
+        slots = torch.from_numpy(run.slots(0, 129)).cuda()
+        return [read_kv(pages, slots).view(torch.int16).clone() for pages in every]
+
+    before = bits()
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    engine.tiers.prefixes.save_evicted()
+    for pages in every:
+        with torch.inference_mode():
+            pages.fill_(float("nan"))
+    answer(engine, [request])
+    assert all(map(torch.equal, before, bits()))
