@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class PagePool:
         self._refs[pages] = 1
         if count and pages[0] == self._lowest:
             self._lowest = int(pages[-1]) + 1
-        return [int(page) for page in pages]
+        return list(pages.tolist())
 
     def allocate_each(self, after: np.ndarray) -> np.ndarray:
         """Take a free page for each of `after`, int64 `[n]`: the next one, or the lowest if that is
@@ -118,26 +118,28 @@ class PagePool:
         if held:
             self.hold([page])
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Drop the references of a run that is not pinned; pages without any are free."""
-        for page in pages:
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                self._free[page] = True
-                self.num_free += 1
-                self._lowest = min(self._lowest, page)
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop the references of a run that is not pinned; pages without any are free. A run has
+        each of its pages once."""
+        index = np.array(pages, np.int64)
+        self._refs[index] -= 1
+        free = index[self._refs[index] == 0]
+        self._free[free] = True
+        self.num_free += len(free)
+        if len(free):
+            self._lowest = min(self._lowest, int(free.min()))
 
-    def hold(self, pages: Iterable[int]) -> None:
+    def hold(self, pages: Sequence[int]) -> None:
         """Note that the run of these pages became pinned (or that a pinned run got them)."""
-        for page in pages:
-            self.num_held += int(self._holds[page] == 0)
-            self._holds[page] += 1
+        index = np.array(pages, np.int64)
+        self._holds[index] += 1
+        self.num_held += int((self._holds[index] == 1).sum())
 
-    def unhold(self, pages: Iterable[int]) -> None:
+    def unhold(self, pages: Sequence[int]) -> None:
         """Note that the run of these pages is pinned no more."""
-        for page in pages:
-            self._holds[page] -= 1
-            self.num_held -= int(self._holds[page] == 0)
+        index = np.array(pages, np.int64)
+        self._holds[index] -= 1
+        self.num_held -= int((self._holds[index] == 0).sum())
 
     def check(self, runs: Iterable[tuple[list[int], bool]]) -> None:
         """Raise `CacheError` unless the books agree with the given runs (pages, pinned)."""

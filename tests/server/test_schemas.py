@@ -109,7 +109,7 @@ def test_modules_outlive_the_server(tmp_path, tiny_model):
         ):
             texts += [ask(http, pml=PROMPT.format(m)).json() for m in ("oakham", "ashford")]
             server.check()
-            server.launcher.llms[0].engine.tiers.flush()
+            server.launcher.llms[0].engine.tiers.stores.flush()
     assert [t["choices"] for t in texts[:2]] == [t["choices"] for t in texts[2:]]
     assert any((tmp_path / "modules").rglob("*.safetensors"))
 

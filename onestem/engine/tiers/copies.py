@@ -69,12 +69,12 @@ class KvCopies(Protocol):
         """Rows `[num_tokens, width]` that copies go to and from, not initialised."""
         ...
 
-    def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
-        """Copy what is at `slots` (int64 `[n]`) after the steps that were launched. The pages may
-        be written by the next step.
+    def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
+        """Copy what is at slots (int64 `[n]` each) after the steps that were launched. The pages
+        may be written by the next step.
 
         Returns:
-            rows, and what waits until they are filled.
+            rows of each part, and what waits until all are filled.
         """
         ...
 
@@ -124,11 +124,13 @@ class _CpuCopies:
     def host_rows(self, num_tokens: int) -> Tensor:
         return torch.empty(num_tokens, self.width, dtype=self.dtype)
 
-    def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
-        rows = self.host_rows(len(slots))
-        for of, places in self._places(_bits(rows), slots):
-            of[...] = places
-        return rows, lambda: None
+    def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
+        every = []
+        for slots in parts:
+            every.append(self.host_rows(len(slots)))
+            for of, places in self._places(_bits(every[-1]), slots):
+                of[...] = places
+        return every, lambda: None
 
     def into(self, parts: Sequence[Part]) -> Copied:
         return _ByThread(self._thread.submit(self._into, parts))
@@ -207,25 +209,34 @@ class _GpuCopies:
             self._busy.popleft()
         self._busy.append((event, used))
 
+    def _on_device(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Slots by the part, and first and last of its rows, that a buffer holds."""
+        every = torch.from_numpy(np.concatenate(parts)).pin_memory()
+        where = every.to(self._device, non_blocking=True)
+        at = 0
+        for i, slots in enumerate(parts):
+            for first in range(0, len(slots), BUFFER_TOKENS):
+                end = min(first + BUFFER_TOKENS, len(slots))
+                yield i, first, end, where[at + first : at + end]
+            at += len(slots)
+
     @torch.inference_mode()
-    def out(self, slots: np.ndarray) -> tuple[Tensor, Callable[[], object]]:
+    def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         main = torch.cuda.current_stream(self._device)
-        rows = self.host_rows(len(slots))
-        where = torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
-        for first in range(0, len(slots), BUFFER_TOKENS):
-            end = min(first + BUFFER_TOKENS, len(slots))
+        every = [self.host_rows(len(slots)) for slots in parts]
+        for i, first, end, where in self._on_device(parts):
             buffer, emptied = self._buffers[self._next], self._emptied[self._next]
             self._next = 1 - self._next
             main.wait_event(emptied)
-            self._rows.gather(where[first:end], buffer)
+            self._rows.gather(where, buffer)
             self._out.wait_stream(main)
             with torch.cuda.stream(self._out):
-                rows[first:end].copy_(buffer[: end - first], non_blocking=True)
+                every[i][first:end].copy_(buffer[: end - first], non_blocking=True)
                 emptied.record(self._out)
         event = torch.cuda.Event()
         event.record(self._out)
-        self._keep(event, rows)
-        return rows, event.synchronize
+        self._keep(event, every)
+        return every, event.synchronize
 
     @torch.inference_mode()
     def into(self, parts: Sequence[Part]) -> Copied:
@@ -233,12 +244,9 @@ class _GpuCopies:
         self._in.wait_stream(self._out)  # what was copied out shortly before
         buffer = self._buffers[2]
         with torch.cuda.stream(self._in):
-            for rows, slots, _ in parts:
-                where = torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
-                for first in range(0, len(slots), BUFFER_TOKENS):
-                    end = min(first + BUFFER_TOKENS, len(slots))
-                    buffer[: end - first].copy_(rows[first:end], non_blocking=True)
-                    self._rows.scatter(where[first:end], buffer)
+            for i, first, end, where in self._on_device([part.slots for part in parts]):
+                buffer[: end - first].copy_(parts[i].rows[first:end], non_blocking=True)
+                self._rows.scatter(where, buffer)
             event = torch.cuda.Event()
             event.record(self._in)
         self._keep(event, parts)

@@ -36,7 +36,7 @@ class ModuleTiers:
 
     def prefetch(self, modules: Iterable[tuple[str, object, int]]) -> None:
         """Begin to read modules (salt, key, tokens) from the disk that will be wanted."""
-        self._stores.read((module_name(salt, key), count) for salt, key, count in modules)
+        self._stores.read([(module_name(salt, key), count) for salt, key, count in modules])
 
     def load(self, run: ModuleRun) -> bool:
         """Copy a module to its run's pages before the next step; False if no tier has it whole."""
@@ -49,10 +49,11 @@ class ModuleTiers:
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
         """Keep those modules of a step's chunks that are complete with it."""
-        for run in modules:
-            if run is not None and run.kept and run.complete and run.pages:
-                tokens = np.array(run.tokens, np.int32)
-                self._stores.save(_name(run), tokens, run.slots(0, len(tokens)))
+        self._stores.save(
+            (_name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)))
+            for run in modules
+            if run is not None and run.kept and run.complete and run.pages
+        )
 
 
 def _name(run: ModuleRun) -> str:

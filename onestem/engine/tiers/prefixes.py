@@ -73,7 +73,7 @@ class PrefixTiers:
 
     def _tokens_of(self, piece: Piece) -> np.ndarray | None:
         disk = self._stores.disk
-        tokens = None if disk is None else disk.tokens(piece.name)
+        tokens = None if disk is None else disk.tokens(piece.name, piece.num_tokens)
         return None if tokens is None else tokens.numpy()
 
     def _chain(self, tokens: np.ndarray, stretches: tuple[Stretch, ...]) -> Chain:
@@ -116,8 +116,8 @@ class PrefixTiers:
     def save_evicted(self) -> None:
         """Copy out what was evicted. Call it before anything is written to KV memory."""
         saves, self._evicted = self._evicted, []
-        for piece, tokens, slots in saves:
-            self._stores.save(piece.name, tokens, slots)
+        self._stores.save((save.piece.name, save.tokens, save.slots) for save in saves)
+        for piece, tokens, _ in saves:
             self._index.add(piece, tokens)
 
     def save_idle(self, most: int = IDLE_TOKENS) -> None:

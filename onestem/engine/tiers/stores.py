@@ -4,9 +4,8 @@ write files while steps go on."""
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.tiers.copies import KvCopies
+from onestem.threads import usable_cores
 
 __all__ = ["TierStats", "TierStores"]
 
@@ -50,7 +50,8 @@ class TierStores:
     Attributes:
         stats: what was copied.
         reading: what is read, or was read and not used.
-        bytes_per_second: of the disk, with checksums; None: not measured.
+        bytes_per_second: of a reader, with checksums; None: not measured.
+        num_readers: threads that read.
         row_seconds: of computing a token; None: not measured.
         on_files: called with the names of all files, now and then, in any thread.
     """
@@ -64,8 +65,8 @@ class TierStores:
         self.bytes_per_second: float | None = None
         self.row_seconds: float | None = None
         self.on_files: Callable[[list[str]], object] = lambda names: None
-        readers = min(MOST_READERS, os.cpu_count() or 1)
-        self._readers = ThreadPoolExecutor(readers, "onestem-kv-read")
+        self.num_readers = min(MOST_READERS, usable_cores())
+        self._readers = ThreadPoolExecutor(self.num_readers, "onestem-kv-read")
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
         self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
         self._damaged: set[str] = set()
@@ -100,16 +101,18 @@ class TierStores:
         """Whether it has a file that was not found damaged."""
         return self.disk is not None and name not in self._damaged and name in self.disk
 
-    def disk_pays(self, name: str, num_tokens: int) -> bool:
+    def disk_pays(self, name: str, num_tokens: int, beside: int = 1) -> bool:
         """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
-        is measured on the side, with the beginning of the first file that is asked for."""
+        is measured on the side, with the beginning of the first file that is asked for. `beside`:
+        pieces that are read at once."""
         if not self.copies.is_aside:
             return True
         row = self.row_seconds
         if self.bytes_per_second is None:
             self._probe = self._probe or self._readers.submit(self._measure, name)
             return False
-        copy = num_tokens * self.bytes_per_token / self.bytes_per_second
+        rate = self.bytes_per_second * min(beside, self.num_readers)
+        copy = num_tokens * self.bytes_per_token / rate
         return row is not None and copy < num_tokens * row
 
     def _measure(self, name: str) -> None:
@@ -118,13 +121,17 @@ class TierStores:
         self.bytes_per_second = self.bytes_per_second or rate
         self._probe = None
 
-    def read(self, wanted: Iterable[tuple[str, int]]) -> list[Future[Tensor | None]]:
+    def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
         """Begin to read what is on the disk alone (names, tokens) if that pays."""
         return [
             self._read(name, num_tokens)
             for name, num_tokens in wanted
             if name in self.reading
-            or (not self.on_host(name) and self.on_disk(name) and self.disk_pays(name, num_tokens))
+            or (
+                not self.on_host(name)
+                and self.on_disk(name)
+                and self.disk_pays(name, num_tokens, len(wanted))
+            )
         ]
 
     def _read(self, name: str, num_tokens: int) -> Future[Tensor | None]:
@@ -143,12 +150,9 @@ class TierStores:
     def _timed_read(self, name: str, num_tokens: int) -> Tensor | None:
         assert self.disk is not None
         started = time.perf_counter()
-        shape = num_tokens, self.copies.width
-        kv = self.disk.get(name, shape, self.copies.dtype)
-        if kv is None:
+        kv = self.copies.host_rows(num_tokens)
+        if not self.disk.read(name, kv):
             return None
-        if self.copies.is_aside:
-            kv = self.copies.host_rows(num_tokens).copy_(kv)
         self._fresh.add(name)
         self.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
         if self.host is not None and self.host.put(name, kv):
@@ -188,17 +192,20 @@ class TierStores:
         on_host = self.host is None or name in self.host
         return on_host and (self.disk is None or name in self._writing or self.on_disk(name))
 
-    def save(self, name: str, tokens: np.ndarray, slots: np.ndarray) -> None:
-        """Keep what is at `slots` (int64 `[n]`) of KV memory, of `tokens` (int32 `[n]`)."""
-        to_host = self.host is not None and name not in self.host
-        to_disk = self.disk is not None and name not in self._writing and not self.on_disk(name)
-        if not (to_host or to_disk):
+    def save(self, parts: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> None:
+        """Keep what is in KV memory: names, tokens (int32 `[n]`) and slots (int64 `[n]`)."""
+        wanted = [part for part in parts if not self.keeps(part[0])]
+        if not wanted:
             return
-        kv, wait = self.copies.out(slots)
+        every, wait = self.copies.out([slots for _, _, slots in wanted])
+        for (name, tokens, _), kv in zip(wanted, every, strict=True):
+            self._put(name, tokens, kv, wait)
+
+    def _put(self, name: str, tokens: np.ndarray, kv: Tensor, wait: Callable[[], object]) -> None:
         self.stats.saved_tokens += len(tokens)
-        if to_host:
-            assert self.host is not None
+        if self.host is not None and name not in self.host:
             self.host.put(name, kv)
+        to_disk = self.disk is not None and name not in self._writing and not self.on_disk(name)
         unwritten = sum(size for _, size in list(self._writing.values()))
         if to_disk and unwritten + kv.nbytes <= MOST_UNWRITTEN:
             ids = torch.from_numpy(np.array(tokens, np.int32))
