@@ -7,15 +7,54 @@ imports Triton.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import ssl
+from contextlib import suppress
+from functools import cache
 
+import pytest
 import torch
 
 # A shell's background jobs ignore Ctrl-C from their start, and what they start does too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Each client of HTTP reads the certificates of all authorities, which takes longer than most tests.
+ssl.create_default_context = cache(ssl.create_default_context)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """What is imported stays: `LLM.close`, which collects garbage, need not look through it."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extensions complain of what is left at the interpreter's end
+
+
+def patch_once() -> None:
+    """At each call of a function within a kernel the interpreter patches Triton's language, which
+    takes half of the time. What the first call patches stays patched: others go without."""
+    from triton.language import core
+    from triton.runtime.interpreter import InterpretedFunction
+
+    first = InterpretedFunction.__call__
+
+    def call(self, *args, **options):
+        if core.is_builtin(core.full):
+            return first(self, *args, **options)
+        return self.rewrite()(*args, **options)
+
+    InterpretedFunction.__call__ = call
+
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with suppress(ImportError):  # where Triton has no build there is nothing to interpret
+        patch_once()

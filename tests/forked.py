@@ -75,7 +75,7 @@ class Command:
         deadline = time.monotonic() + seconds
         while self.is_running and not condition():
             assert time.monotonic() < deadline, self.stderr
-            time.sleep(0.002)
+            time.sleep(0.02)
 
     def send(self, signal_number: int) -> None:
         """Send a signal, unless it has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
 from onestem.engine.text.tokenizer import Tokenizer
@@ -10,3 +11,5 @@ from onestem.models.find import find_model
 for name in ("onestem.bench", "onestem.cli", "onestem.jobs"):
     import_module(name)
 Tokenizer.from_directory(find_model("embedded"))
+gc.collect()
+gc.freeze()  # as it stays: commands that collect garbage need not look through it

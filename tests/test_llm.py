@@ -665,6 +665,7 @@ def test_weights_rounded_at_load_are_another_model(model):
 
 
 def test_a_call_collects_nothing_that_was_there_before(llm, monkeypatch):
+    gc.unfreeze()  # what tests froze
     before, settings, passes = gc.get_threshold(), [], []
     planned = []
 

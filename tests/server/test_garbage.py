@@ -15,6 +15,11 @@ import pytest
 from onestem.garbage import OLD_PASSES, PASSES, TrimPace, collecting_less
 
 
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    gc.unfreeze()
+
+
 def test_what_is_there_is_left_alone_until_the_end():
     before = gc.get_threshold()
     with collecting_less(clean=True):
