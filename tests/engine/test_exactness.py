@@ -20,27 +20,32 @@ from tests.engine.harness import (
     shared_prompts,
 )
 from tests.models.tiny import FAMILIES
+from tests.soak import one_in, soaked
+
+SHARES = ("full", "storage", "off")
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("share", ["full", *map(soaked, ("storage", "off"))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tiny, expected, family, share):
     check(tiny(family), expected(family), share=share, max_step_tokens=48)
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize("chunk", [1, 7, 4096])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("share", "chunk", "page_size"), one_in(3, SHARES, (1, 7, 4096), (1, 16, 64))
+)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
     check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 1), (16, 4096)])
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_image"])
-def test_others_in_small_memory(tiny, expected, family, page_size, chunk, share):
+@pytest.mark.parametrize(
+    ("family", "share", "pages_and_chunk"),
+    one_in(3, ("gpt_oss", "gemma4_image"), SHARES, ((1, 7), (16, 1), (16, 4096))),
+)
+def test_others_in_small_memory(tiny, expected, family, share, pages_and_chunk):
     """Chunks of prompts, and sequences that are set back, with experts or layers that share KV."""
+    page_size, chunk = pages_and_chunk
     options = {"page_size": page_size, "num_pages": 96 // page_size, "max_step_tokens": chunk}
     check(tiny(family), expected(family), share=share, **options)
 
@@ -56,7 +61,7 @@ def test_alone_is_as_in_a_batch(tiny, expected, family, share):
     check(tiny(family), expected(family), share=share, alone=True)
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("family", ["llama", "qwen2_windows"])
 def test_spare_rows_change_nothing(tiny, expected, family, share, monkeypatch):
     padded = []
@@ -75,7 +80,7 @@ def test_any_order(tiny, expected, family, seed):
     check(tiny(family), expected(family), order=order, max_step_tokens=23)
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_small_pool_sets_back(tiny, expected, page_size, share):
     check(

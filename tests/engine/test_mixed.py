@@ -33,7 +33,7 @@ def fast(engine):
     return engine
 
 
-@pytest.mark.parametrize("seed", seeds(20, 40))
+@pytest.mark.parametrize("seed", seeds(8, 40))
 def test_random_traffic_of_both_kinds(seed):
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])

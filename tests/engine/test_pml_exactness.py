@@ -20,6 +20,7 @@ from tests.engine.pml_harness import (
     record,
     transformers_logprobs,
 )
+from tests.soak import one_in
 
 # RoPE, whole and partial, windows; ALiBi (falcon_rw, mpt); learned positions (gpt2); softcaps, two
 # RoPE bases, layers without RoPE, queries that grow, LongRoPE, sinks.
@@ -29,8 +30,7 @@ FAMILIES += ["gemma2", "gemma3", "smollm3", "ministral3", "phi4_mini", "gpt_oss"
 FAMILIES += ["gemma4", "gemma4_image"]
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "isolation"), one_in(3, FAMILIES, ISOLATIONS))
 def test_every_family(tiny, family, isolation):
     check_pml(tiny(family), isolation, max_step_tokens=48)
 
@@ -44,10 +44,10 @@ def test_the_full_pass_is_transformers(tiny, isolation):
         assert (got - want).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("share", ["full", "storage", "off"])
-@pytest.mark.parametrize("chunk", [1, 7, 4096])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("isolation", ["anchored", "isolated"])
+@pytest.mark.parametrize(
+    ("isolation", "page_size", "chunk", "share"),
+    one_in(3, ("anchored", "isolated"), (1, 16), (1, 7, 4096), ("full", "storage", "off")),
+)
 def test_chunks_and_pages(tiny, isolation, page_size, chunk, share):
     check_pml(tiny("llama"), isolation, share=share, page_size=page_size, max_step_tokens=chunk)
 

@@ -67,7 +67,7 @@ def _common(prompts: list[list[int]]) -> int:
     return next((i for i in range(most) if len({p[i] for p in prompts}) > 1), max(most, 0))
 
 
-@pytest.mark.parametrize("seed", seeds(30, 60))
+@pytest.mark.parametrize("seed", seeds(12, 60))
 def test_random_traffic(seed):
     rng = random.Random(seed)
     page_size = rng.choice([1, 1, 2, 3, 4, 8])

@@ -10,6 +10,7 @@ from onestem.errors import ConfigError
 from onestem.ops.cpu import CpuCodes, is_built
 from onestem.ops.rounding import rounded_rows
 from tests.ops.cpu_isas import EVERY_ISA, Isa
+from tests.soak import soaked
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 
@@ -20,8 +21,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 6, 7, 16, 33)
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
+@pytest.fixture(params=[2, soaked(1)], autouse=True)
 def threads(request):
+    """Two; with one run the models of the other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

@@ -12,6 +12,7 @@ from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import CallMessage, Reader, StepMessage, call
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
+from tests.soak import seeds
 
 
 class LedTeam:
@@ -65,7 +66,7 @@ def led_engine(rng: random.Random, depth: int, page_size: int | None = None):
 
 @pytest.mark.steps_fail
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_traffic(seed: int, depth: int) -> None:
     """With aborts, memory for few, and samplers that fail before all logits are made."""
     rng = random.Random(seed)

@@ -14,6 +14,7 @@ from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, SamplingParams
 from tests.batch.fakes import answer, completion, mixed_job, results, run_fake, write_lines
 from tests.replicas.fakes import OPTIONS, TARGET, FakeCrew
+from tests.soak import seeds
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_the_file_is_that_of_one_engine(job, tmp_path, speeds):
     assert all(len(replicas) == 1 for replicas in crew.handed.values())
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(10, 25))
 def test_kills_lose_nothing_and_double_nothing(job, tmp_path, seed):
     """Replicas are killed at random; of what each had, nothing was written before. One with a
     single line is spared: a second death would be that line's fault."""
