@@ -250,24 +250,26 @@ def test_running_answers_go_on_with_the_new_weights(model, fresh, other, share):
                 assert llm.engine.cache.cached_tokens() == 0
                 llm.engine.check()
     assert version == 110
-    crossed = 0
-    with LLM(model, **OPTIONS) as old:
-        by_version = {0: old, 10: fresh, 110: old}
-        for index, prompt in enumerate(PROMPTS):
-            for one in last[index].outputs:
-                assert one.weight_versions == sorted(one.weight_versions)
-                assert len(one.weight_versions) == len(one.token_ids) == 12
-                spans = sorted(set(one.weight_versions))
-                crossed += len(spans) > 1
-                for span in spans:
-                    at, count = one.weight_versions.index(span), one.weight_versions.count(span)
-                    begun = [*prompt, *one.token_ids[:at]]
-                    (want,) = by_version[span].generate([begun], GREEDY.replace(max_tokens=count))
-                    assert want.outputs[0].token_ids == one.token_ids[at : at + count]
-                    for i, (token, entry) in enumerate(pairs(want.outputs[0])):
-                        found = one.logprobs[at + i][token].logprob
-                        assert found == pytest.approx(entry[token].logprob, abs=TOLERANCE)
+    crossed, parts = 0, {0: [], 10: [], 110: []}
+    for index, prompt in enumerate(PROMPTS):
+        for one in last[index].outputs:
+            assert one.weight_versions == sorted(one.weight_versions)
+            assert len(one.weight_versions) == len(one.token_ids) == 12
+            spans = sorted(set(one.weight_versions))
+            crossed += len(spans) > 1
+            for span in spans:
+                at, count = one.weight_versions.index(span), one.weight_versions.count(span)
+                parts[span].append(([*prompt, *one.token_ids[:at]], one, at, count))
     assert crossed > len(PROMPTS)
+    with LLM(model, **OPTIONS) as old:
+        for llm, of_it in ((old, parts[0]), (fresh, parts[10]), (old, parts[110])):
+            each = [GREEDY.replace(max_tokens=count) for *_, count in of_it]
+            wanted = llm.generate([begun for begun, *_ in of_it], each)
+            for want, (_, one, at, count) in zip(wanted, of_it, strict=True):
+                assert want.outputs[0].token_ids == one.token_ids[at : at + count]
+                for i, (token, entry) in enumerate(pairs(want.outputs[0])):
+                    found = one.logprobs[at + i][token].logprob
+                    assert found == pytest.approx(entry[token].logprob, abs=TOLERANCE)
 
 
 def test_scores_of_one_answer_are_of_one_model(model, other, fresh):
