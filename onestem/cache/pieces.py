@@ -18,7 +18,7 @@ import numpy as np
 
 from onestem.tree import Label, Stretch, cut
 
-__all__ = ["PIECE_TOKENS", "Chain", "Piece", "PieceIndex", "piece_ends", "storable"]
+__all__ = ["PIECE_TOKENS", "Chain", "Piece", "PieceIndex", "piece_ends", "piece_start", "storable"]
 
 PIECE_TOKENS = 512
 """Most tokens of a piece; one ends at each multiple."""
@@ -61,10 +61,15 @@ def storable(stretches: Sequence[Stretch], end: int) -> int:
     return end
 
 
+def piece_start(index: int) -> int:
+    """Where a piece with a token begins, if its run does not begin after that."""
+    return index - index % PIECE_TOKENS
+
+
 def piece_ends(first: int, end: int) -> Iterator[tuple[int, int]]:
     """Tokens first..end-1 in pieces: the first token and the end of each."""
     while first < end:
-        stop = min(end, first - first % PIECE_TOKENS + PIECE_TOKENS)
+        stop = min(end, piece_start(first) + PIECE_TOKENS)
         yield first, stop
         first = stop
 
@@ -156,6 +161,15 @@ class PieceIndex:
             if not there:
                 del self._after[piece.parent]
 
+    def beginnings(self, piece: Piece, tokens: np.ndarray) -> list[Piece]:
+        """Shorter pieces at the same place with the first of `tokens` (int32 `[n]`)."""
+        there = self._after.get(piece.parent, {})
+        return [
+            one
+            for one, own in there.items()
+            if own is not None and len(own) < len(tokens) and _common(own, tokens) == len(own) > 0
+        ]
+
     def find(self, chain: Chain, starts: Sequence[int], end: int) -> list[Found]:
         """Pieces that follow each other in a sequence, as far as there are any.
 
@@ -178,8 +192,6 @@ class PieceIndex:
             if found is None:
                 return
             yield found
-            if found.num_tokens < found.piece.num_tokens:
-                return
             at = found.end
 
     def _next(

@@ -40,7 +40,6 @@ DTYPES = {
     torch.float16: "F16",
     torch.int32: "I32",
 }  # as files name them
-PROBED_BYTES = 4 << 20
 LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
 _FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)\.safetensors")
 
@@ -84,6 +83,12 @@ class HostStore:
                 _, oldest = self._tensors.popitem(last=False)
                 self.num_bytes -= oldest.nbytes
         return True
+
+    def discard(self, name: str) -> None:
+        """Drop what has a name, if it is here."""
+        with self._lock:
+            kv = self._tensors.pop(name, None)
+            self.num_bytes -= 0 if kv is None else kv.nbytes
 
 
 class DiskStore:
@@ -171,17 +176,10 @@ class DiskStore:
         self._trim()
         return True
 
-    def measure(self, name: str) -> float | None:
-        """Bytes per second, checksum included, of reading a file's first 4 MiB; None if there is
-        none."""
-        started = time.perf_counter()
-        try:
-            with open(self.path(name), "rb") as file:
-                data = file.read(PROBED_BYTES)
-        except OSError:
-            return None
-        _checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return len(data) / (time.perf_counter() - started)
+    def discard(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with contextlib.suppress(OSError):
+            self.path(name).unlink(missing_ok=True)
 
     def _metadata(self, name: str) -> dict[str, str]:
         return {"format": FORMAT, "identity": self.identity, "name": name}

@@ -416,10 +416,11 @@ class Engine:
             self.tiers = self.requests.factory.tiers = self.scheduler.chunks.tiers = tiers
             self.scheduler.room.on_leave = tiers.prefixes.leave
 
-    def close(self) -> None:
-        """Release threads and files; the engine cannot be used any more."""
+    def close(self, seconds: float = float("inf")) -> None:
+        """Release threads and files; the engine cannot be used any more. `seconds`: how long what
+        a restart would lose may be written to the disk."""
         if self.tiers is not None:
-            self.tiers.close()
+            self.tiers.close(seconds)
         if self.requests.grammars is not None:
             self.requests.grammars.close()
         if self.trace is not None:

@@ -194,7 +194,7 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
     assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
     modules.prefetch([("", module.key, count)])
-    both.close()  # waits for the threads
+    both.close(60)  # waits for the threads
     assert tiers.bytes_per_second is not None
     assert not tiers.reading
     assert not modules.has(run_of_it)

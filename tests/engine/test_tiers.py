@@ -234,12 +234,13 @@ def test_a_disk_that_fails_is_a_miss(tiny, tmp_path, monkeypatch, failure):
     assert failure != "write" or engine.tiers.stats.not_written > 0
 
 
-def test_traffic_with_little_of_everything(tiny, tmp_path):
+@pytest.mark.parametrize("seed", [3, *(pytest.param(i, marks=pytest.mark.soak) for i in range(30))])
+def test_traffic_with_little_of_everything(tiny, tmp_path, seed):
     """Preemptions, forks, scores, salts and aborts over memory for three prompts and tiers that
     forget: each answer is that of an engine without tiers."""
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(seed)
     prompts = long_prompts(8)
-    engine = engine_with(tiny("llama"), tmp_path, host=300_000, disk=900_000)
+    engine = engine_with(tiny("llama"), tmp_path, host=200_000, disk=900_000)
     plain = make_engine(tiny("llama"), page_size=16, num_pages=24)
     for turn in range(12):
         requests = []

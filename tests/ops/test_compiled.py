@@ -77,7 +77,7 @@ EXCHANGE = {
     "stop": "*i32",
 }
 ONE_ROW = {"HAS_BIAS": True, "DEPENDENT": True, "WARPS": 8, "GELU": False}
-SIZES = ("count", "width", "page_size")
+SIZES = ("first_slot", "count", "width", "page_size")
 KERNELS = {
     "4 bits": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZERO, **CUT}, 4),
     "zeros": ("tiled_groups", "_groups_product", 90, GROUPS, {**WITH_ZEROS, **CUT}, 4),

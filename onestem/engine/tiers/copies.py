@@ -198,6 +198,9 @@ class _GpuCopies:
         self._next = 0
         # What copies go to or come from must not be used again before they are done.
         self._busy: deque[tuple[torch.cuda.Event, object]] = deque()
+        none = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._rows.gather(none, 0, 1, self._buffers[0])  # compiled before anybody waits for it
+        self._rows.scatter(none, 0, 1, self._buffers[0])
 
     def host_rows(self, num_tokens: int) -> Tensor:
         shape = num_tokens, self.width
@@ -209,29 +212,24 @@ class _GpuCopies:
             self._busy.popleft()
         self._busy.append((event, used))
 
-    def _on_device(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Slots by the part, and first and last of its rows, that a buffer holds."""
+    def _slots(self, parts: Sequence[np.ndarray]) -> Tensor:
+        """All of them, there."""
         every = torch.from_numpy(np.concatenate(parts)).pin_memory()
-        where = every.to(self._device, non_blocking=True)
-        at = 0
-        for i, slots in enumerate(parts):
-            for first in range(0, len(slots), BUFFER_TOKENS):
-                end = min(first + BUFFER_TOKENS, len(slots))
-                yield i, first, end, where[at + first : at + end]
-            at += len(slots)
+        return every.to(self._device, non_blocking=True)
 
     @torch.inference_mode()
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         main = torch.cuda.current_stream(self._device)
         every = [self.host_rows(len(slots)) for slots in parts]
-        for i, first, end, where in self._on_device(parts):
+        slots = self._slots(parts)
+        for rows, at in _pieces(every):
             buffer, emptied = self._buffers[self._next], self._emptied[self._next]
             self._next = 1 - self._next
             main.wait_event(emptied)
-            self._rows.gather(where, buffer)
+            self._rows.gather(slots, at, len(rows), buffer)
             self._out.wait_stream(main)
             with torch.cuda.stream(self._out):
-                every[i][first:end].copy_(buffer[: end - first], non_blocking=True)
+                rows.copy_(buffer[: len(rows)], non_blocking=True)
                 emptied.record(self._out)
         event = torch.cuda.Event()
         event.record(self._out)
@@ -244,9 +242,10 @@ class _GpuCopies:
         self._in.wait_stream(self._out)  # what was copied out shortly before
         buffer = self._buffers[2]
         with torch.cuda.stream(self._in):
-            for i, first, end, where in self._on_device([part.slots for part in parts]):
-                buffer[: end - first].copy_(parts[i].rows[first:end], non_blocking=True)
-                self._rows.scatter(where, buffer)
+            slots = self._slots([part.slots for part in parts])
+            for rows, at in _pieces([part.rows for part in parts]):
+                buffer[: len(rows)].copy_(rows, non_blocking=True)
+                self._rows.scatter(slots, at, len(rows), buffer)
             event = torch.cuda.Event()
             event.record(self._in)
         self._keep(event, parts)
@@ -256,3 +255,12 @@ class _GpuCopies:
         torch.cuda.synchronize(self._device)
         self._busy.clear()
         self._arena.close()
+
+
+def _pieces(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Rows that a buffer holds, and their index in all parts together."""
+    at = 0
+    for rows in parts:
+        for piece in rows.split(BUFFER_TOKENS):
+            yield piece, at
+            at += len(piece)

@@ -7,6 +7,7 @@ admitted, what is in host memory is copied to its pages while steps go on; it ha
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -14,7 +15,15 @@ import numpy as np
 from torch import Tensor
 
 from onestem.cache import PrefixCache, Run
-from onestem.cache.pieces import Chain, Found, Piece, PieceIndex, piece_ends, storable
+from onestem.cache.pieces import (
+    Chain,
+    Found,
+    Piece,
+    PieceIndex,
+    piece_ends,
+    piece_start,
+    storable,
+)
 from onestem.engine.sequence import Sequence, stretches_of
 from onestem.engine.tiers.copies import Copied, Part
 from onestem.engine.tiers.stores import TierStores
@@ -88,7 +97,8 @@ class PrefixTiers:
             self._evicted += self._unsaved(run, first)
 
     def _unsaved(self, run: Run, first: int = 0) -> list[_Save]:
-        """Pieces of a run, from an index of its tokens on, that a tier lacks."""
+        """Pieces of a run, from an index of its tokens on, that a tier lacks. They begin where
+        others of the same tokens would."""
         path = run.path()
         stretches = tuple(Stretch(node.start, node.label) for node in path)
         stretches = tuple(
@@ -101,23 +111,31 @@ class PrefixTiers:
             return []
         tokens = np.concatenate([np.frombuffer(node.tokens, np.int32) for node in path])[:end]
         chain = self._chain(tokens, stretches)
-        found = self._index.find(chain, [0, *(node.start for node in path), start], end)
-        if found and found[-1].end == end:
-            beyond = [one for one in found if one.end > start]
-            if all(self._stores.keeps(one.piece.name) for one in beyond):
-                return []
-        pieces = [(a, b, chain.piece(a, b)) for a, b in piece_ends(start, end)]
+        start = max(run.start, piece_start(start))
+        saved = self._kept(chain, [0, *(node.start for node in path)], start, end)
         return [
-            _Save(piece, tokens[a:b].copy(), run.slots(a - run.start, b - run.start))
-            for a, b, piece in pieces
-            if not self._stores.keeps(piece.name)
+            _Save(chain.piece(a, b), tokens[a:b].copy(), run.slots(a - run.start, b - run.start))
+            for a, b in piece_ends(start, end)
+            if b > saved and self._kept(chain, [a], a, b) < b
         ]
+
+    def _kept(self, chain: Chain, starts: Seq[int], first: int, end: int) -> int:
+        """Up to which token, from the first on, each tier keeps what it should."""
+        for one in self._index.find(chain, starts, end):
+            if one.end > first:
+                if not self._stores.keeps(one.piece.name):
+                    break
+                first = one.end
+        return first
 
     def save_evicted(self) -> None:
         """Copy out what was evicted. Call it before anything is written to KV memory."""
         saves, self._evicted = self._evicted, []
         self._stores.save((save.piece.name, save.tokens, save.slots) for save in saves)
         for piece, tokens, _ in saves:
+            for shorter in self._index.beginnings(piece, tokens):
+                self._index.discard(shorter)
+                self._stores.discard(shorter.name)
             self._index.add(piece, tokens)
 
     def save_idle(self, most: int = IDLE_TOKENS) -> None:
@@ -195,15 +213,15 @@ class PrefixTiers:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
         parts = []
-        for piece, start, _ in reversed(found):  # what is used first is kept longest
-            kv = self._stores.take(piece.name, piece.num_tokens)
+        for one in reversed(found):  # what is used first is kept longest
+            kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
-                self._index.discard(piece)
+                self._index.discard(one.piece)
                 return False
-            a, b = max(at, start), min(end, start + piece.num_tokens)
+            a, b = max(at, one.start), min(end, one.end)
             if a < b:
                 slots = run.slots(a - run.start, b - run.start)
-                parts.append(Part(kv[a - start : b - start], slots, kv))
+                parts.append(Part(kv[a - one.start : b - one.start], slots, kv))
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -69,8 +70,10 @@ class TierStores:
         self._readers = ThreadPoolExecutor(self.num_readers, "onestem-kv-read")
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
         self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
+        self._later: deque[tuple[str, np.ndarray, Callable[[], object]]] = deque()
+        self._until = float("inf")  # when writing must have ended
         self._damaged: set[str] = set()
-        self._probe: Future[None] | None = None
+        self._probe: Future[Tensor | None] | None = None
         self._listed = float("-inf")
         self._fresh: set[str] = set()  # read, and not taken yet
 
@@ -103,23 +106,17 @@ class TierStores:
 
     def disk_pays(self, name: str, num_tokens: int, beside: int = 1) -> bool:
         """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
-        is measured on the side, with the beginning of the first file that is asked for. `beside`:
-        pieces that are read at once."""
+        is measured on the side, with the first file that is asked for. `beside`: pieces that are
+        read at once."""
         if not self.copies.is_aside:
             return True
         row = self.row_seconds
         if self.bytes_per_second is None:
-            self._probe = self._probe or self._readers.submit(self._measure, name)
+            self._probe = self._probe or self._readers.submit(self._timed_read, name, num_tokens)
             return False
         rate = self.bytes_per_second * min(beside, self.num_readers)
         copy = num_tokens * self.bytes_per_token / rate
         return row is not None and copy < num_tokens * row
-
-    def _measure(self, name: str) -> None:
-        assert self.disk is not None
-        rate = self.disk.measure(name)
-        self.bytes_per_second = self.bytes_per_second or rate
-        self._probe = None
 
     def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
         """Begin to read what is on the disk alone (names, tokens) if that pays."""
@@ -212,14 +209,22 @@ class TierStores:
             future = self._writer.submit(self._write, name, ids, kv, wait)
             self._writing[name] = future, kv.nbytes
             future.add_done_callback(lambda _: self._writing.pop(name, None))
-        else:
-            self.stats.not_written += to_disk
+        elif to_disk:
+            self._later.append((name, np.array(tokens, np.int32), wait))
 
     def _write(self, name: str, tokens: Tensor, kv: Tensor, wait: Callable[[], object]) -> None:
         assert self.disk is not None
         wait()
         self.stats.not_written += not self.disk.put(name, kv, tokens)
         self._damaged.discard(name)
+        while self._later:  # what is in host memory still
+            name, ids, wait = self._later.popleft()
+            rows = None if self.host is None else self.host.get(name)
+            if rows is None or time.monotonic() > self._until:
+                self.stats.not_written += 1
+            elif not self.on_disk(name):
+                wait()
+                self.stats.not_written += not self.disk.put(name, rows, torch.from_numpy(ids))
 
     def list_files(self) -> Future[None] | None:
         """Look for files of others; None: that was done shortly before."""
@@ -254,8 +259,16 @@ class TierStores:
         for future, _ in list(self._writing.values()):
             future.result()
 
-    def close(self) -> None:
-        """Write what was saved, and end the threads."""
+    def discard(self, name: str) -> None:
+        """Drop what has a name."""
+        if self.host is not None:
+            self.host.discard(name)
+        if self.disk is not None:
+            self.disk.discard(name)
+
+    def close(self, seconds: float) -> None:
+        """Write what was saved, for about so many seconds, and end the threads."""
+        self._until = time.monotonic() + seconds
         self.flush()
         for threads in (self._writer, self._readers):
             threads.shutdown()

@@ -62,7 +62,7 @@ class KvTiers:
         self.prefixes.forget()
         self.stores.forget()
 
-    def close(self) -> None:
-        """Write what a restart would lose, and end the threads."""
+    def close(self, seconds: float) -> None:
+        """Write what a restart would lose, for about so many seconds, and end the threads."""
         self.prefixes.save_idle(most=2**62)
-        self.stores.close()
+        self.stores.close(seconds)

@@ -21,8 +21,8 @@ _TOKENS, _VALUES = 8, 256  # of a program's tile
 _FIELDS = 7  # of a tensor in the table
 
 
-@triton.jit
-def _move(table, slots, rows, count, width, page_size,
+@triton.jit(do_not_specialize=["first_slot", "count"])
+def _move(table, slots, first_slot, rows, count, width, page_size,
           OUT: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
           FIELDS: tl.constexpr):  # fmt: skip
     """Program (i, j): tokens j * TOKENS.. of pages tensor i to their rows (OUT), or from them."""
@@ -34,7 +34,7 @@ def _move(table, slots, rows, count, width, page_size,
     size, dim, first = tl.load(one + 1), tl.load(one + 2), tl.load(one + 3)
     per_page, per_token, per_head = tl.load(one + 4), tl.load(one + 5), tl.load(one + 6)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slots + token, mask=token < count, other=0)
+    slot = tl.load(slots + first_slot + token, mask=token < count, other=0)
     page = (slot // page_size) * per_page + (slot % page_size) * per_token
     row = rows + token.to(tl.int64) * width + first
     for start in range(0, size, VALUES):
@@ -68,18 +68,17 @@ class PageRows:
         self._width = first
         self._bits = 8 * every[0].dtype.itemsize
 
-    def gather(self, slots: Tensor, rows: Tensor) -> None:
-        """Copy what is at `slots` (int64 `[n]`) to `rows` `[n, width]`."""
-        self._launch(slots, rows, out=True)
+    def gather(self, slots: Tensor, first: int, count: int, rows: Tensor) -> None:
+        """Copy what is at slots[first : first + count] (int64) to `rows` `[count.., width]`."""
+        self._launch(slots, first, count, rows, out=True)
 
-    def scatter(self, slots: Tensor, rows: Tensor) -> None:
-        """Copy `rows` `[n, width]` to `slots` (int64 `[n]`)."""
-        self._launch(slots, rows, out=False)
+    def scatter(self, slots: Tensor, first: int, count: int, rows: Tensor) -> None:
+        """Copy `rows` `[count.., width]` to slots[first : first + count] (int64)."""
+        self._launch(slots, first, count, rows, out=False)
 
-    def _launch(self, slots: Tensor, rows: Tensor, *, out: bool) -> None:
-        count = len(slots)
+    def _launch(self, slots: Tensor, first: int, count: int, rows: Tensor, *, out: bool) -> None:
         _move[len(self._table), triton.cdiv(count, _TOKENS)](
-            self._table, slots, rows.view(torch.int16 if self._bits == 16 else torch.int32),
+            self._table, slots, first, rows.view(torch.int16 if self._bits == 16 else torch.int32),
             count, self._width, self._page_size,
             OUT=out, BITS=self._bits, TOKENS=_TOKENS, VALUES=_VALUES, FIELDS=_FIELDS,
         )  # fmt: skip

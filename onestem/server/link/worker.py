@@ -59,6 +59,7 @@ STATS_SECONDS = 0.25
 # Between looks whether freed memory is worth giving back. Steps need most of it again, and clearing
 # it takes them up to 0.1 s each time; grammars and answers that are forgotten leave the rest.
 TRIM_SECONDS = 120
+CLOSE_SECONDS = 3.0  # to write what a restart would lose; the server waits for little more
 # What a step may take: about as long as a new request has to wait. Jobs that have had the engine to
 # themselves for a short while get shorter steps, because the next request may come any moment.
 CPU_STEP_MS, GPU_STEP_MS = 300.0, 100.0
@@ -303,12 +304,13 @@ def main() -> None:
     try:
         with collecting_less(clean=True), giving_holes_back(TRIM_SECONDS):
             worker.run()
+        engine.close(CLOSE_SECONDS)
     except RankError as error:
         _end_with_rank(channel, str(error))
     except Exception as error:
         if _told(channel, f"{type(error).__name__}: {error}"):
             raise
-    os._exit(0)  # nothing to clean up: all state that matters is the server's
+    os._exit(0)
 
 
 if __name__ == "__main__":
