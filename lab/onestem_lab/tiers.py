@@ -127,14 +127,17 @@ def measure_first(options: argparse.Namespace, folder: Path) -> Json:
     size = _token_bytes(options) * count
     found: Json = {"bytes": size}
     host = (options.repeats + 3) * size
-    kept = {"host_kv": host, "disk_kv": folder, "disk_kv_size": 64 << 30}
-    with _llm(options, room, **kept) as llm:
+    with _llm(options, room, host_kv=host) as llm:
         for _ in range(2):
             _first(llm, _draw(rng, count))
         found["computed"] = _some([_first(llm, prompt) for prompt in prompts])
         for _ in range(ROUNDS):  # pinned memory is taken beside the first ones
             found["host"] = _some([_first(llm, prompt) for prompt in prompts])
         found["in_kv_memory"] = _some([_first(llm, prompts[0]) for _ in prompts])
+    kept = {"host_kv": host, "disk_kv": folder, "disk_kv_size": 64 << 30}
+    with _llm(options, room, **kept) as llm:
+        for prompt in prompts:
+            _first(llm, prompt)
     with _llm(options, room, **kept) as llm:
         for _ in range(2):  # rates of computing and of the disk are measured here
             _first(llm, _draw(rng, count))

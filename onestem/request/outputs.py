@@ -62,11 +62,14 @@ class RequestMetrics:
 
     `num_computed_tokens` counts the prompt's rows that were computed for all of its sequences, also
     again after a preemption. For one sequence that was never preempted, it and `num_cached_tokens`
-    add up to `num_prompt_tokens`.
+    add up to `num_prompt_tokens`. Of the latter, `num_host_tokens` were copied from host memory and
+    `num_disk_tokens` from files; the others were in KV memory.
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     num_preempted: int = 0

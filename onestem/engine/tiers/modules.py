@@ -44,6 +44,7 @@ class ModuleTiers:
         kv = self._stores.take(_name(run), count)
         if kv is None:
             return False
+        self._stores.note_use(_name(run), count)
         self._stores.copies.into([Part(kv, run.slots(0, count), kv)]).join()
         return True
 

@@ -212,7 +212,7 @@ class PrefixTiers:
     def load(self, sequence: Sequence, run: Run, found: list[Found], at: int, end: int) -> bool:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
-        parts = []
+        parts, metrics = [], sequence.state.metrics
         for one in reversed(found):  # what is used first is kept longest
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
@@ -222,6 +222,9 @@ class PrefixTiers:
             if a < b:
                 slots = run.slots(a - run.start, b - run.start)
                 parts.append(Part(kv[a - one.start : b - one.start], slots, kv))
+                from_disk = self._stores.note_use(one.piece.name, b - a)
+                metrics.num_disk_tokens += (b - a) * from_disk
+                metrics.num_host_tokens += (b - a) * (not from_disk)
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True

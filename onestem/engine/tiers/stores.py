@@ -161,7 +161,6 @@ class TierStores:
         has it whole."""
         kv = self.host.get(name) if self.host is not None else None
         if kv is not None:
-            self._count(name, num_tokens)
             return kv
         if name not in self.reading and not self.on_disk(name):
             return None
@@ -173,16 +172,15 @@ class TierStores:
         if kv is None:
             self._damaged.add(name)
             self.stats.damaged += 1
-        else:
-            self._count(name, num_tokens)
         return kv
 
-    def _count(self, name: str, num_tokens: int) -> None:
-        if name in self._fresh:
-            self._fresh.discard(name)
-            self.stats.from_disk_tokens += num_tokens
-        else:
-            self.stats.from_host_tokens += num_tokens
+    def note_use(self, name: str, num_tokens: int) -> bool:
+        """Count what was taken. Returns whether it was read from the disk for this."""
+        is_fresh = name in self._fresh
+        self._fresh.discard(name)
+        self.stats.from_disk_tokens += num_tokens * is_fresh
+        self.stats.from_host_tokens += num_tokens * (not is_fresh)
+        return is_fresh
 
     def keeps(self, name: str) -> bool:
         """Whether nothing is to be done to keep it in each tier."""

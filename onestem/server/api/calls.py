@@ -127,6 +127,10 @@ def usage_of(call: Call) -> dict[str, object]:
         output = 0
     cached = sum(min(one.num_cached_tokens, one.num_prompt_tokens) for one in metrics)
     details = {"cached_tokens": cached}
+    for tier in ("host", "disk"):
+        copied = sum(getattr(one, f"num_{tier}_tokens") for one in metrics)
+        if copied:
+            details[f"{tier}_tokens"] = copied
     if call.dialect is not None:
         details["cache_write_tokens"] = prompt - cached if call.is_kept else 0
     rerendered = call.rerendered

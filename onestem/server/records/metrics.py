@@ -32,6 +32,8 @@ ENGINE_COUNTS = {
 REQUEST_COUNTS = {  # attributes of `RequestMetrics`
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that ended."),
     "num_cached_tokens": ("cached_prompt_tokens", "Of these, tokens whose KV was stored already."),
+    "num_host_tokens": ("host_prompt_tokens", "Of the stored ones, from host memory."),
+    "num_disk_tokens": ("disk_prompt_tokens", "Of the stored ones, from files."),
     "num_output_tokens": ("output_tokens", "Tokens of answers."),
     "num_preempted": ("request_preemptions", "Times that a request was preempted."),
 }
