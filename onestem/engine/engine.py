@@ -347,7 +347,7 @@ class Engine:
             ended = time.perf_counter()
             seconds = self.scheduler.note_step(step.changes, step.began, ended)
             if self.tiers is not None:
-                self.tiers.stores.note_step(step.changes.prompt_rows, seconds)
+                self.tiers.stores.rates.note_step(step.changes.prompt_rows, seconds)
             self.stats.sample_seconds += time.perf_counter() - began
 
     @property

@@ -195,15 +195,15 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
     modules.prefetch([("", module.key, count)])
     both.close(60)  # waits for the threads
-    assert tiers.bytes_per_second is not None
+    assert tiers.rates.bytes_per_second is not None
     assert not tiers.reading
     assert not modules.has(run_of_it)
     assert not tiers.disk_pays(name, count)  # that of computing is not known
-    seconds = tiers.bytes_per_token / tiers.bytes_per_second
-    tiers.note_step(100, 300 * seconds)
+    seconds = tiers.bytes_per_token / tiers.rates.bytes_per_second
+    tiers.rates.note_step(100, 300 * seconds)
     assert tiers.disk_pays(name, count)
-    tiers.note_step(100, 50 * seconds)
-    tiers.note_step(1, 1.0)  # a small step says nothing about a large one
+    tiers.rates.note_step(100, 50 * seconds)
+    tiers.rates.note_step(1, 1.0)  # a small step says nothing about a large one
     assert not tiers.disk_pays(name, count)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.tiers.copies import KvCopies
+from onestem.engine.tiers.rates import CopyRates
 from onestem.threads import usable_cores
 
 __all__ = ["TierStats", "TierStores"]
@@ -51,9 +52,7 @@ class TierStores:
     Attributes:
         stats: what was copied.
         reading: what is read, or was read and not used.
-        bytes_per_second: of a reader, with checksums; None: not measured.
-        num_readers: threads that read.
-        row_seconds: of computing a token; None: not measured.
+        rates: of reading and of computing.
         on_files: called with the names of all files, now and then, in any thread.
     """
 
@@ -63,11 +62,9 @@ class TierStores:
         self.disk = disk
         self.stats = TierStats()
         self.reading: dict[str, Future[Tensor | None]] = {}
-        self.bytes_per_second: float | None = None
-        self.row_seconds: float | None = None
+        self.rates = CopyRates(min(MOST_READERS, usable_cores()))
         self.on_files: Callable[[list[str]], object] = lambda names: None
-        self.num_readers = min(MOST_READERS, usable_cores())
-        self._readers = ThreadPoolExecutor(self.num_readers, "onestem-kv-read")
+        self._readers = ThreadPoolExecutor(self.rates.num_readers, "onestem-kv-read")
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
         self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
         self._later: deque[tuple[str, np.ndarray, Callable[[], object]]] = deque()
@@ -76,13 +73,6 @@ class TierStores:
         self._probe: Future[Tensor | None] | None = None
         self._listed = float("-inf")
         self._fresh: set[str] = set()  # read, and not taken yet
-
-    def note_step(self, prompt_rows: int, seconds: float) -> None:
-        """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate counts:
-        small steps wait for the weights, and what is copied would be computed in large ones."""
-        if prompt_rows > 0:
-            row = seconds / prompt_rows
-            self.row_seconds = min(row, self.row_seconds or row)
 
     @property
     def bytes_per_token(self) -> int:
@@ -110,13 +100,9 @@ class TierStores:
         read at once."""
         if not self.copies.is_aside:
             return True
-        row = self.row_seconds
-        if self.bytes_per_second is None:
+        if self.rates.bytes_per_second is None:
             self._probe = self._probe or self._readers.submit(self._timed_read, name, num_tokens)
-            return False
-        rate = self.bytes_per_second * min(beside, self.num_readers)
-        copy = num_tokens * self.bytes_per_token / rate
-        return row is not None and copy < num_tokens * row
+        return self.rates.reading_pays(self.bytes_per_token, beside)
 
     def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
         """Begin to read what is on the disk alone (names, tokens) if that pays."""
@@ -151,7 +137,7 @@ class TierStores:
         if not self.disk.read(name, kv):
             return None
         self._fresh.add(name)
-        self.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
+        self.rates.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
         if self.host is not None and self.host.put(name, kv):
             self.reading.pop(name, None)
         return kv
