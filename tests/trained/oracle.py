@@ -19,7 +19,7 @@ import torch
 
 from tests.trained.prompts import CONVERSATIONS
 
-__all__ = ["MAX_TOKENS", "answer_of", "gguf_file", "recorded"]
+__all__ = ["MAX_TOKENS", "answer_of", "gguf_file", "logprobs_of", "recorded"]
 
 FILE = Path(__file__).with_name("oracle.json")
 MAX_TOKENS = 40
@@ -45,8 +45,9 @@ def loaded() -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(**where)
 
 
-def answer_of(index: int) -> dict[str, list[int]]:
-    """Token ids of a conversation's prompt and of its answer, its end included."""
+def answer_of(index: int) -> dict[str, Any]:
+    """Token ids of a conversation's prompt and of its answer, its end included, and their
+    log-probabilities."""
     model, tokenizer = loaded()
     text = tokenizer.apply_chat_template(
         CONVERSATIONS[index], add_generation_prompt=True, tokenize=False
@@ -56,10 +57,20 @@ def answer_of(index: int) -> dict[str, list[int]]:
         whole = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
         )
-    return {"prompt": ids[0].tolist(), "answer": whole[0, ids.shape[1] :].tolist()}
+    prompt, answer = ids[0].tolist(), whole[0, ids.shape[1] :].tolist()
+    return {"prompt": prompt, "answer": answer, "logprobs": logprobs_of(prompt, answer)}
 
 
-def recorded() -> list[dict[str, list[int]]]:
+def logprobs_of(prompt: list[int], answer: list[int]) -> list[float]:
+    """Log-probabilities of an answer's tokens, to six digits behind the point."""
+    model, _ = loaded()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    rows = torch.log_softmax(logits.double(), -1)
+    return [round(row[token].item(), 6) for row, token in zip(rows, answer, strict=True)]
+
+
+def recorded() -> list[dict[str, Any]]:
     """What `answer_of` gave for each conversation when the file was made."""
     told: dict[str, Any] = json.loads(FILE.read_text())
     return list(told["answers"])

