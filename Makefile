@@ -47,7 +47,7 @@ fast: ## what to run after each change: a minute
 test: ## all checks and tests, in a fresh environment
 	scripts/test
 
-soak: ## the tests that CI leaves out: ten minutes more
+soak: ## the tests that CI leaves out: a quarter of an hour more
 	OMP_NUM_THREADS=1 ONESTEM_EXPECT_EMULATED=1 $(BIN)/python -m pytest -m soak -n 2 --dist worksteal
 
 packages: ## build sdist and wheel into dist/, and try both

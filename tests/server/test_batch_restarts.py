@@ -3,7 +3,6 @@ whole, and equal to that of a run without any."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from onestem.jobs import run_file
 from onestem.llm import LLM
 from tests.forked import Command
 from tests.server.test_batches import create, ended, output
+from tests.soak import soaked
 
 WAIT = 90.0
 LINES = 8
@@ -63,25 +63,22 @@ def engine_pid(http: httpx.Client) -> int:
     return http.get("/internal/state").json()["engine"]["pid"]
 
 
-@pytest.mark.parametrize("count", [4])
-def test_batches_over_restarts_of_every_kind(tmp_path, count):
-    state = tmp_path / "state"
-    ways = itertools.cycle((signal.SIGTERM, signal.SIGKILL, signal.SIGINT, None))
+@pytest.mark.parametrize(
+    "ways", [(signal.SIGKILL,), soaked((signal.SIGTERM, signal.SIGKILL, signal.SIGINT))]
+)
+def test_batches_over_restarts_of_every_kind(tmp_path, ways):
+    state, count = tmp_path / "state", len(ways) + 1
     with closing(Server(state, "--kv-memory", "64MiB")) as server:
         ids = [create(server.http, lines(number))["id"] for number in range(count)]
         server.command.send(signal.SIGTERM)
         server.command.wait(WAIT)
-    # Each server ends in the middle of a batch, or its engine does, at an answer of its own. The
-    # last one goes on without its engine.
-    for number, way in zip(range(count - 1), ways, strict=False):
-        at = None if way is None else (LINES // 2 + number % 3, way)
-        memory = ("64MiB", "2MiB", "512KiB")[number % 3]
+    # Each server ends in the middle of a batch, at an answer of its own. The last one goes on
+    # without its engine.
+    for number, way in enumerate(ways):
+        at = LINES // 2 + number, way
+        memory = ("2MiB", "64MiB", "512KiB")[number]
         with closing(Server(state, "--kv-memory", memory, signal_after=at)) as server:
-            if way is None:
-                os.kill(engine_pid(server.http), signal.SIGKILL)
-                server.command.until(lambda: bool(server.events("job_completed")), WAIT)
-            else:
-                server.command.until(lambda: False, WAIT)
+            server.command.until(lambda: False, WAIT)
     with closing(Server(state)) as server:
         os.kill(engine_pid(server.http), signal.SIGKILL)
         server.command.until(lambda: bool(server.events("job_completed")), WAIT)

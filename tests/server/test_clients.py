@@ -1,6 +1,6 @@
-"""Clients that people use, against the server: `tests/server/clients` has a file for each.
-They live in an environment of their own, which `scripts/test` makes: ONESTEM_CLIENTS names its
-Python."""
+"""Clients that people use, against the server: `tests/server/clients` has a file for each. Those
+that the others are made of always run, `make soak` runs the others. They live in an environment of
+their own, which `scripts/test` makes: ONESTEM_CLIENTS names its Python."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import pytest
 from tests.engine.tiny_tokenizers import LLAMA_3_TEMPLATE, make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.server.harness import running
+from tests.soak import soaked
 
 PYTHON = os.environ.get("ONESTEM_CLIENTS")
 FOLDER = Path(__file__).parent / "clients"
+OWN = ("anthropic_messages", "openai_responses")
+OTHERS = {file.stem for file in FOLDER.glob("*.py")} - {"__init__", "asked", *OWN}
 # As Qwen3's and DeepSeek's: an answer begins inside reasoning.
 THINKS = LLAMA_3_TEMPLATE.replace("{% endif %}", "<think>\n{% endif %}{# </think> #}")
 
@@ -34,10 +37,12 @@ def thinks(tmp_path_factory):
 
 
 @pytest.mark.skipif(PYTHON is None, reason="ONESTEM_CLIENTS names no Python with the clients")
-def test_clients(embedded, thinks):
+@pytest.mark.parametrize("names", [OWN, soaked(sorted(OTHERS))], ids=["own", "others"])
+def test_clients(embedded, thinks, names):
     done = subprocess.run(
         [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}",
-         "-o", "python_files=*.py", "-o", "filterwarnings=default", "--tb=short", FOLDER],
+         "-o", "python_files=*.py", "-o", "filterwarnings=default", "--tb=short",
+         *(FOLDER / f"{name}.py" for name in names)],
         cwd=FOLDER.parents[2], capture_output=True, text=True, timeout=900,
         env={**os.environ, "ONESTEM_URL": embedded.url, "ONESTEM_THINKS_URL": thinks.url},
     )  # fmt: skip
