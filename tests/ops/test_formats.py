@@ -13,6 +13,7 @@ from onestem.ops.triton.layers import TritonLayers
 from onestem.ops.triton.rounding import rounded_rows as by_kernel
 from onestem.ops.triton.tiled import TiledChannels, divided
 from onestem.ops.triton.tiled_groups import TiledGroups
+from tests.soak import one_in
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles, and whether there is a bias.
@@ -55,8 +56,9 @@ def _check(packed: TiledGroups, weight: Tensor, dtype: torch.dtype) -> None:
             assert ((y.double().cpu() - truth).abs() <= eps * truth.abs() + sums).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "zeros"), one_in(2, (torch.float16, torch.float32), (False, True)), ids=str
+)
 @pytest.mark.parametrize(
     ("bits", "group", "size", "out"),
     [

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from onestem.ops.triton import peers
 from onestem.ops.triton.peers import PeerMemory
+from tests.soak import one_in, soaked
 
 SECONDS = 60
 PROGRAMS = 8  # of a GPU's 128
@@ -55,8 +56,9 @@ def run(size: int, work) -> list:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype"), one_in(2, (2, 3), (torch.float32, torch.bfloat16)), ids=str
+)
 def test_sums_are_those_of_float32_in_the_ranks_order(size, dtype):
     def work(rank, memory):
         parts = [given(rank, shape, dtype) for shape in SHAPES]
@@ -88,7 +90,7 @@ def test_all_get_what_the_first_has_between_sums():
     assert run(2, work) == [[ids.float().tolist(), [4.0, 4.0]]] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [soaked(2), 3])
 def test_gathered_parts_stand_in_the_ranks_order(size, monkeypatch):
     """Also where they take several rounds."""
     shapes = [(3, 5), (PROGRAMS + 1, 2048), (1, 3), (PROGRAMS, 5120)]

@@ -45,6 +45,7 @@ from onestem_lab.papers.report import html_of, picture_of
 from onestem_lab.papers.run import run_experiment
 from onestem_lab.papers.serve import SustainableRates
 from onestem_lab.papers.table import table_of, text_of
+from tests.parallel.teams import forked
 from tests.soak import soaked
 
 SCALE = 0.01
@@ -111,8 +112,9 @@ def cut(experiment: Experiment) -> Experiment:
 
 
 def one_of_each_kind() -> Iterator[object]:
-    """All experiments; those after the first of a kind of measure are left to `make soak`."""
-    known = set()
+    """All experiments; those after the first of a kind of measure are left to `make soak`. Rates
+    have a test of their own."""
+    known = {SustainableRates}
     for name, experiment in EXPERIMENTS.items():
         kind = type(experiment.measure)
         yield soaked(name) if kind in known else name
@@ -123,6 +125,10 @@ def one_of_each_kind() -> Iterator[object]:
 def test_each_runs(name, bench, untold):
     experiment = cut(EXPERIMENTS[name])
     result = run_experiment(experiment, untold if name in OWN_MODEL else bench, "command")
+    assert_is_shown(experiment, result)
+
+
+def assert_is_shown(experiment: Experiment, result: dict) -> None:
     assert json.loads(json.dumps(result)) == result
     values = [cell["value"] for cell in result["cells"] if cell["value"] is not None]
     assert values
@@ -131,7 +137,7 @@ def test_each_runs(name, bench, untold):
     assert table.rows
     assert {len(row) for row in table.rows} == {len(table.header)}
     ElementTree.fromstring(picture_of(experiment, result))
-    assert name in html_of([(experiment, result)])
+    assert experiment.name in html_of([(experiment, result)])
 
 
 @pytest.mark.soak
@@ -148,14 +154,16 @@ def test_medians_of_turns_count(tiny):
 
 @pytest.mark.soak
 def test_no_rate_holds_below_an_impossible_limit(bench):
-    (cell,) = rates(bench, limit=1e-9)
+    (cell,) = rates(bench, limit=1e-9)["cells"]
     assert cell["value"] is None
     assert cell["note"] == "even the lowest rate was too high"
     assert cell["ran"]["tried"] == [[400, False], [200, False]]
 
 
 def test_a_rate_is_searched_from_where_another_search_ended(bench):
-    first, second = rates(bench, limit=1e9, systems=(64, 128))
+    result = rates(bench, limit=1e9, systems=(64, 128))
+    assert_is_shown(EXPERIMENTS["relay-fig8"], result)
+    first, second = result["cells"]
     assert first["ran"]["tried"] == [[400, True], [800, True]]
     assert [rate for rate, _ in second["ran"]["tried"]] == [800, 1000, 1250, 1562.5, 1600]
     for cell, rate in ((first, 800), (second, 1600)):
@@ -164,17 +172,17 @@ def test_a_rate_is_searched_from_where_another_search_ended(bench):
         assert cell["ran"]["requests"] == 20
 
 
-def rates(bench: Bench, **changes: object) -> list[dict]:
-    """Cells of a short relay-fig8."""
+def rates(bench: Bench, **changes: object) -> dict:
+    """A short relay-fig8."""
     experiment = EXPERIMENTS["relay-fig8"]
     measure = replace(experiment.measure, **SHORT | changes)
-    return run_experiment(replace(experiment, measure=measure), bench, "command")["cells"]
+    return run_experiment(replace(experiment, measure=measure), bench, "command")
 
 
 def test_devices_hold_a_model_together(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_key_value_heads": 2}))
     together = options("full", model=tmp_path, random_weights=True, tensor_parallel_size=2)
-    with Bench(together, scale=SCALE) as bench:
+    with forked(), Bench(together, scale=SCALE) as bench:
         result = run_experiment(EXPERIMENTS["hydragen-fig4"], bench, "command")
         with pytest.raises(ConfigError, match="relay-fig6 runs no model: leave tensor_parallel"):
             run_experiment(EXPERIMENTS["relay-fig6"], bench, "command")
