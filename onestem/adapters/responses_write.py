@@ -223,6 +223,6 @@ def _usage(usage: Mapping[str, Any]) -> JsonObject:
             "cache_write_tokens": details["cache_write_tokens"],
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

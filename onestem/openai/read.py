@@ -239,10 +239,9 @@ class Asked:
             held = calls_fields(tools, self.params, form, token_of, hold_schema, opened)
         if not held:
             return self if tools is self.tools else replace(self, tools=tools)
-        sampling = {
-            name: value for name, value in self.sampling.items() if name != "structured_outputs"
-        }
-        sampling |= held
+        sampling = {**self.sampling, **held}
+        if "response_format" in held:  # in place of the other name for it
+            sampling.pop("structured_outputs", None)
         return replace(self, sampling=sampling, params=check(SamplingParams, sampling), tools=tools)
 
 

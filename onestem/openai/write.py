@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from onestem.openai.forms import AnswerReader, Mode, ReadAnswer, Reading
@@ -23,6 +25,7 @@ __all__ = [
     "answer_body",
     "compact_json",
     "message_of",
+    "reasoning_tokens",
     "scores_body",
     "scores_of",
 ]
@@ -136,6 +139,10 @@ def answer_body(name: str, output: RequestOutput, form: ResponseFormat) -> dict[
             "total_tokens": num_prompt_tokens + num_output_tokens,
         },
     }
+    if is_chat:
+        said = ((one.token_ids, one.text) for one in ordered)
+        thought = reasoning_tokens(form, output.prompt_token_ids, said)
+        body["usage"]["completion_tokens_details"] = {"reasoning_tokens": thought}
     if form.return_token_ids:
         body["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
     if output.prompt_logprobs is not None:
@@ -317,6 +324,41 @@ class _TextOffsets:
         if form.token_bytes is None or (form.skips_special and token in form.special_ids):
             return b""
         return form.token_bytes(token)
+
+
+def reasoning_tokens(
+    form: ResponseFormat, prompt: Sequence[int], answers: Iterable[tuple[Sequence[int], str]]
+) -> int:
+    """Number of tokens that reasoning and its marks have, or share, in answers to a prompt, each
+    given by its token ids and its text."""
+    reading = form.reading
+    if reading is None or not reading.form.has_reasoning:
+        return 0
+    return sum(
+        _num_thought(form, prompt, token_ids, ReadAnswer.of(text, reading).thoughts)
+        for token_ids, text in answers
+    )
+
+
+def _num_thought(
+    form: ResponseFormat, prompt: Sequence[int], token_ids: Sequence[int], places: Sequence[int]
+) -> int:
+    """Number of an answer's tokens between the places where reasoning begins and ends."""
+    offsets, starts = _TextOffsets(form, prompt), list[int]()
+    is_ended = len(places) % 2 == 0
+    for token in token_ids if places else ():
+        starts.append(offsets.next(token))
+        if is_ended and starts[-1] >= places[-1]:
+            break
+    total = counted = 0
+    for begin, end in zip_longest(places[::2], places[1::2]):
+        first = bisect_left(starts, begin)
+        if first == len(starts) or starts[first] > begin:  # it begins within a token
+            first -= 1
+        last = len(starts) if end is None else bisect_left(starts, end)
+        total += max(0, last - max(first, counted))
+        counted = last
+    return total
 
 
 def _completion_logprobs(

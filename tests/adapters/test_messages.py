@@ -143,6 +143,7 @@ USAGE = {
     "completion_tokens": 7,
     "total_tokens": 37,
     "prompt_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 10},
+    "completion_tokens_details": {"reasoning_tokens": 4},
 }
 FORM = ResponseFormat(
     kind="chat",

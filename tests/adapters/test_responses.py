@@ -153,7 +153,7 @@ def test_a_response_with_calls():
         "input_tokens": 30,
         "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 10},
         "output_tokens": 7,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 4},
         "total_tokens": 37,
     }
     assert (made["metadata"], made["instructions"]) == ({"a": "b"}, "You help.")

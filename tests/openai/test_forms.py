@@ -124,6 +124,7 @@ ANSWERS = [
     (THINKING, "\n<think>only this\n", True, "", "only this", []),
     (THINKING, "<thi", False, "<thi", "", []),
     (THINKING, "Hm <tool_call> is", True, "", "Hm <tool_call> is", []),
+    (THINKING, f"A <tool_call> is</think>So {CALL}", True, "So", "A <tool_call> is", ["f", "g"]),
     (forms.HARMONY, f"{THOUGHT}{WRITTEN[14][1]}<|call|>", False, "", "Hm.\n\nSo.", ["f"]),
     (forms.HARMONY, f"{THOUGHT}{WRITTEN[15][1]}", False, "", "Hm.\n\nSo.", ["f"]),
     (
@@ -155,6 +156,7 @@ def read_in_pieces(text: str, reading: Reading, rng: random.Random, most: int) -
     for event in (*events, *reader.finish()):
         read.add(event)
     read.is_cut = bool(read.calls) and not reader.has_called
+    read.thoughts = reader.thoughts
     return read
 
 

@@ -55,10 +55,17 @@ class AnswerEvent:
 
 
 class AnswerReader:
-    """Reads one answer's text."""
+    """Reads one answer's text.
+
+    Attributes:
+        thoughts: where reasoning begins and ends in the text with its marks, in characters; an odd
+            number of places: it has not ended.
+    """
 
     def __init__(self, reading: Reading) -> None:
         form = reading.form
+        self.thoughts: list[int] = []
+        self._num_read = 0  # characters of the text, with those of the buffer
         self._form, self._opened, self._texts = form, reading.opened, reading.texts
         self._gap, self._has_text = reading.gap, False
         self._has_calls = reading.calls
@@ -86,6 +93,7 @@ class AnswerReader:
         if self._plain is None or not self._plain(text):
             return None
         self._space = ""
+        self._num_read += len(text)
         if self._mode == "text":
             self._has_text = True
         return self._mode
@@ -93,6 +101,7 @@ class AnswerReader:
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
         self._buffer += text
+        self._num_read += len(text)
         while self._read():
             pass
         self._note_plain()
@@ -116,11 +125,13 @@ class AnswerReader:
             self._begin(self._opened)
             while self._read():
                 pass
+        while self._buffer and self._read in (self._read_head, self._read_header):
+            self._pass_sign()
+            while self._read():
+                pass
         rest, self._buffer = self._buffer, ""
         if self._arguments is not None:
             self._tell_arguments(self._arguments.take(rest, True)[0])
-        elif self._read in (self._read_head, self._read_header):
-            self._tell(self._space + rest)
         elif self._read == self._read_on:
             if self._mode == "thought":
                 rest = rest.rstrip("\n")
@@ -157,8 +168,20 @@ class AnswerReader:
         return True
 
     def _begin(self, thinks: bool) -> None:
-        self._fresh, self._mode = thinks, "thought" if thinks else "text"
+        self._fresh = thinks
+        self._turn("thought" if thinks else "text", 0)
         self._read = self._read_on
+
+    @property
+    def _place(self) -> int:
+        """Characters of the text before the buffer."""
+        return self._num_read - len(self._buffer)
+
+    def _turn(self, mode: Mode, place: int) -> None:
+        """What the text is from a place on."""
+        if (mode == "thought") != (self._mode == "thought"):
+            self.thoughts.append(place)
+        self._mode = mode
 
     def _read_on(self) -> bool:
         """Read text or reasoning up to a mark."""
@@ -183,13 +206,18 @@ class AnswerReader:
         if channels is not None and (mark in channels.begins or mark == channels.recipient):
             self._read = self._read_header
             return True
+        begin = self._place
         self._buffer = self._buffer[len(mark) :]
         if mark not in self._form.dropped:
             self._space = ""
-        if reasoning is not None and mark in (reasoning.open, reasoning.close):
-            self._mode, self._fresh = "text" if is_thought else "thought", True
+        if reasoning is not None and mark == reasoning.close:
+            self._turn("text", self._place)
+            self._fresh = True
+        elif reasoning is not None and mark == reasoning.open:
+            self._turn("thought", begin)
+            self._fresh = True
         elif channels is not None:
-            self._mode = "between"
+            self._turn("between", self._place)
         return True
 
     def _read_header(self) -> bool:
@@ -198,33 +226,38 @@ class AnswerReader:
         found = channels.header.match(self._buffer, 0, LONGEST_HEAD)
         if found is None:
             return self._no_head()
+        begin, name = self._place, found["name"] or found["name_first"]
         self._buffer = self._buffer[found.end() :]
-        name = found["name"] or found["name_first"]
         if name and self._has_calls:
-            self._call(name, "")
+            self._call(name, "", begin)
         else:
             self._read = self._read_on
-            self._mode = "thought" if found["channel"] == channels.reasoning else "text"
+            self._turn("thought" if found["channel"] == channels.reasoning else "text", begin)
         return True
 
     def _read_head(self) -> bool:
         found = self._head.match(self._buffer, 0, LONGEST_HEAD)
         if found is None:
             return self._no_head()
+        begin = self._place
         self._buffer = self._buffer[found.end() :]
-        self._call(_unescaped(found["name"]), found.groupdict().get("id") or "")
+        self._call(_unescaped(found["name"]), found.groupdict().get("id") or "", begin)
         return True
 
     def _no_head(self) -> bool:
         """There is no head yet; where it would be too long, it only looked like one."""
         if len(self._buffer) < LONGEST_HEAD:
             return False
-        self._tell(self._space + self._buffer[0])
-        self._buffer, self._space, self._read = self._buffer[1:], "", self._read_on
+        self._pass_sign()
         return True
 
-    def _call(self, name: str, call_id: str) -> None:
-        """A call begins, which ends reasoning."""
+    def _pass_sign(self) -> None:
+        """What seemed to begin is none: read on behind its first character."""
+        self._tell(self._space + self._buffer[0])
+        self._buffer, self._space, self._read = self._buffer[1:], "", self._read_on
+
+    def _call(self, name: str, call_id: str, begin: int) -> None:
+        """A call begins, which ends reasoning; `begin`: where."""
         is_after = self._has_text and not self._num_calls and self._mode == "text"
         if is_after and self._gap is not None and self._space.endswith(self._gap):
             self._tell(self._space.removesuffix(self._gap))
@@ -233,7 +266,7 @@ class AnswerReader:
         self._num_calls += 1
         self._arguments = arguments_reader(self._form.arguments, self._texts.get(name, ()))
         self._read, self._fresh = self._read_arguments, False
-        self._mode = "text" if self._form.channels is None else "between"
+        self._turn("text" if self._form.channels is None else "between", begin)
 
     def _read_arguments(self) -> bool:
         assert self._arguments is not None
@@ -344,6 +377,7 @@ class ReadAnswer:
     calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
     ids: list[str] = field(default_factory=list)  # of calls; "" where the model wrote none
     is_cut: bool = False  # the last one's arguments have not ended
+    thoughts: list[int] = field(default_factory=list)  # as of `AnswerReader`
 
     @staticmethod
     def of(text: str, reading: Reading) -> ReadAnswer:
@@ -352,6 +386,7 @@ class ReadAnswer:
         for event in (*reader.feed(text), *reader.finish()):
             read.add(event)
         read.is_cut = bool(read.calls) and not reader.has_called
+        read.thoughts = reader.thoughts
         return read
 
     def add(self, event: AnswerEvent) -> None:

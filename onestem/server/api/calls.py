@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from onestem.openai.forms import Reading
 from onestem.openai.rank import Ranking
@@ -115,9 +116,13 @@ class Call(CallRecord):
         return self.arrived + self.seconds
 
 
-def usage_of(call: Call) -> dict[str, object]:
+def usage_of(call: Call, reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's `usage`; a prompt counts once, however many answers it gets. Of a call that has
-    begun: as far as it is known."""
+    begun: as far as it is known.
+
+    Args:
+        reasoning_tokens: of all answers to a chat.
+    """
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     if call.tasks and call.ranking is None:
         prompt = sum(task.num_tokens for task in call.tasks)
@@ -136,9 +141,12 @@ def usage_of(call: Call) -> dict[str, object]:
     rerendered = call.rerendered
     if rerendered is not None:
         details["rerendered_tokens"] = rerendered.num_tokens
-    return {
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": details,
     }
+    if call.kind == "chat":
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -22,6 +22,7 @@ from onestem.openai.write import (
     NotANumberError,
     ResponseFormat,
     answer_body,
+    reasoning_tokens,
     scores_body,
     scores_of,
 )
@@ -133,7 +134,11 @@ class Reply:
                         yield chunks.ping
                     last = events(call, inbox.take(), chunks)
             if call.include_usage:
-                last += chunks.usage(usage_of(call))
+                told = call.inbox.taken
+                count = partial(_num_thought, call, self._form, told)
+                is_quick = sum(len(ids) for ids, _ in told) <= QUICK_TOKENS
+                thought = count() if is_quick else await asyncio.to_thread(count)
+                last += chunks.usage(usage_of(call, thought))
         except (*ENDS, asyncio.CancelledError):
             raise
         except BaseException as failure:
@@ -237,16 +242,18 @@ def whole_body(
     call: Call, pieces: dict[tuple[int, int], CompletionOutput], form: ResponseFormat
 ) -> dict[str, Any]:
     """The body of an answered call: the choices of its prompts one after the other."""
-    whole = {"id": call.id, "created": call.created, "usage": usage_of(call)}
+    whole = {"id": call.id, "created": call.created}
     if call.tasks:
         answered = zip(call.tasks, (delta.scores for delta in call.deltas), strict=True)
         if call.ranking is not None:
             ranked = partial(call.ranking.body, call.id, call.created, call.model)
             return _spelled(lambda: ranked(list(starmap(scores_of, answered)), usage_of(call)))
-        return _spelled(lambda: scores_body(call.id, call.model, answered)) | whole
+        scores = _spelled(lambda: scores_body(call.id, call.model, answered))
+        return {**scores, **whole, "usage": usage_of(call)}
     if call.dialect is not None:
         (piece,) = pieces.values()
-        return _writer(call, call.dialect, form).whole(piece, usage_of(call))
+        thought = _num_thought(call, form, [(piece.token_ids, piece.text)])
+        return _writer(call, call.dialect, form).whole(piece, usage_of(call, thought))
     bodies = []
     for part, request in enumerate(call.requests):
         outputs = [piece for (of, _), piece in pieces.items() if of == part]
@@ -276,7 +283,15 @@ def whole_body(
     body["choices"] = [choice for one in bodies for choice in one["choices"]]
     for index, choice in enumerate(body["choices"]):
         choice["index"] = index
-    return body | whole
+    details = body["usage"].get("completion_tokens_details", {})
+    return {**body, **whole, "usage": usage_of(call, **details)}
+
+
+def _num_thought(
+    call: Call, form: ResponseFormat, told: Sequence[tuple[Sequence[int], str]]
+) -> int:
+    """Tokens of reasoning in answers, given by their token ids and texts."""
+    return reasoning_tokens(form, call.requests[0].prompt_token_ids, told)
 
 
 def _spelled(write: Any) -> Any:

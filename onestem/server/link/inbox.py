@@ -46,6 +46,11 @@ class _Heard:
         self._ids_to_come: list[int] = []
         self._text_to_come = ""
 
+    @property
+    def whole(self) -> tuple[Sequence[int], str]:
+        """Its token ids and its text."""
+        return self._token_ids, "".join(self._texts)
+
     def note(self, token_ids: Sequence[int], text: str) -> None:
         self._token_ids += token_ids
         self._texts.append(text)
@@ -201,14 +206,19 @@ class Inbox:
         """All pieces of all parts, each sequence's joined."""
         while not self.complete:
             await self.wait()
-        return self.take()
+        pieces, self._pieces = self._pieces, {}
+        return pieces
+
+    @property
+    def taken(self) -> list[tuple[Sequence[int], str]]:
+        """Token ids and text of each sequence, as far as `take` and `direct` handed them out."""
+        return [heard.whole for heard in self._heard.values()]
 
     def take(self) -> dict[tuple[int, int], CompletionOutput]:
         """(part, sequence) -> what is new since the last time."""
         pieces, self._pieces = self._pieces, {}
-        if not self.complete:
-            for key, piece in pieces.items():
-                self._heard.setdefault(key, _Heard()).note(piece.token_ids, piece.text)
+        for key, piece in pieces.items():
+            self._heard.setdefault(key, _Heard()).note(piece.token_ids, piece.text)
         return pieces
 
 
