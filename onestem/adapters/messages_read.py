@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -328,7 +327,7 @@ def _answer(blocks: Sequence[Any]) -> JsonObject:
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         else:
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
         before = block
     message: JsonObject = {"role": "assistant", "content": text}

@@ -12,6 +12,7 @@ from typing import Any
 from onestem.checked import check, read_json, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, HoldSchema, Tools, held_to
+from onestem.openai.forms.spelling import read_spelled
 from onestem.openai.rank import Ranking
 from onestem.openai.schema import (
     FIELDS,
@@ -621,7 +622,7 @@ def _arguments(text: str | JsonObject) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        value = read_json(text or "{}")
+        value = read_spelled(text or "{}")
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) and not is_deep(value) else text

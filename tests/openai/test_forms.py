@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.openai.forms import FORMS, AnswerReader, Form, ReadAnswer, Reading, Tools, held_to
+from onestem.openai.forms import (
+    FORMS,
+    AnswerReader,
+    Form,
+    Gaps,
+    ReadAnswer,
+    Reading,
+    Tools,
+    held_to,
+)
 from onestem.openai.forms import families as forms
 from onestem.openai.forms.form import Reasoning
 from onestem.openai.forms.reader import AnswerEvent
@@ -217,6 +226,7 @@ def test_most_texts_are_given_out_as_they_are():
         assert reader.plain(" <tool_call> ") == "text"
 
 
+GAPS = [one.name for one in fields(Gaps)]
 BITS = ["{", "}", '"', "\\", ",", ":", "[", "]", "\n", " ", "a", "12", "true", "é", "😀", "<", "|"]
 
 
@@ -239,7 +249,9 @@ def test_any_text_is_read_the_same_in_any_pieces(form, count):
             if part
         ]
         text = "".join(parts)
-        reading = reading_of(form, opened=rng.random() < 0.5, calls=rng.random() < 0.8)
+        gaps = Gaps(**{name: rng.choice([None, "", "\n", "\n\n"]) for name in GAPS})
+        how = {"opened": rng.random() < 0.5, "calls": rng.random() < 0.8}
+        reading = reading_of(form, gaps=gaps, **how)
         whole = ReadAnswer.of(text, reading)
         for most in (1, 4, 30):
             assert read_in_pieces(text, reading, rng, most) == whole, text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from onestem import LLM, SamplingParams
 from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.chat import ChatTemplate
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import AnswerReader, ReadAnswer, Reading
 from onestem.openai.read import read_body
@@ -156,7 +159,7 @@ def test_what_a_template_writes_is_read_back(name, form, calls):
 def test_the_next_prompt_has_the_blanks_before_a_call_as_they_were_sampled(name, form, blanks):
     """Where the template keeps a text's own."""
     template = template_of(name)
-    if template.gap is None:
+    if template.gaps.before_call is None:
         pytest.skip("it trims texts, or writes them elsewhere")
 
     def rendered(content: str, calls: list[dict[str, Any]]) -> str:
@@ -167,18 +170,110 @@ def test_the_next_prompt_has_the_blanks_before_a_call_as_they_were_sampled(name,
     end = rendered("qzend", []).partition("qzend")[2]
     told = rendered(f"Let me see.{blanks}", CALLS[:1])
     sampled = "Let me see." + told.partition("Let me see.")[2].removesuffix(end)
-    reading = Reading(form=template.form, texts={"get_weather": ["city"]}, gap=template.gap)
+    reading = Reading(form=template.form, texts={"get_weather": ["city"]}, gaps=template.gaps)
     read = ReadAnswer.of(sampled, reading)
     assert [called for called, _ in read.calls] == ["get_weather"]
     assert read.text == f"Let me see.{blanks}"
     assert rendered(read.text, CALLS[:1]) == told
 
 
+SPELLED = (
+    '{"city": "caf\\u00e9 \\/ \\ud83d\\ude00\\u0041", "d\\u0061ys": 1.50, '
+    '"l": [1e3, -0, 2E-2, true, null, 12, 0.1], "o": {"b": 1.0, "a": "\\u2028"}}'
+)
+PLAINLY = (
+    '{"city": "café / \U0001f600A", "days": 1.5, '
+    '"l": [1000.0, 0, 0.02, true, null, 12, 0.1], "o": {"b": 1.0, "a": "\u2028"}}'
+)
+
+
+@pytest.mark.parametrize(("name", "form"), templates())
+def test_the_next_prompt_has_arguments_as_they_were_spelled(name, form):
+    """Numbers everywhere, escapes where arguments are JSON."""
+    template = template_of(name)
+
+    def rendered(arguments: str | dict[str, Any]) -> str:
+        turn = {"role": "assistant", "content": None, "tool_calls": [call(1, arguments)]}
+        (prompt,) = read_body("chat", {"messages": [*ASK, turn]}).prompts
+        return template.render(prompt.messages, {"tools": [TOOL]}, add_generation_prompt=False)
+
+    plainly, spelled = rendered(PLAINLY), rendered(SPELLED)
+    is_json = PLAINLY in plainly
+    assert is_json == (template.form.arguments is None)
+    numbers = ["1.50", "1e3", "-0", "2E-2"]
+    assert all(number in spelled for number in numbers)
+    if is_json:
+        assert spelled == plainly.replace(PLAINLY, SPELLED)
+    else:
+        assert [plainly.count(one) for one in ("café / \U0001f600A", "\u2028")] == [1, 1]
+        for number, plain in zip(numbers, ["1.5", "1000.0", "0", "0.02"], strict=True):
+            assert spelled.count(number) == 1
+            spelled = spelled.replace(number, plain)
+        assert spelled == plainly
+    # A client's blanks are not those that the model wrote.
+    assert rendered(PLAINLY.replace('": ', '":').replace(", ", ",")) == plainly
+    assert rendered(json.loads(PLAINLY)) == plainly
+
+
+def test_spellings_forge_no_control_token(tmp_path):
+    """Names in keys, in values, and where an escape hides them."""
+    path = make_tiny("llama", tmp_path / "llama")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE, template=TEMPLATES["granite"],
+                              more_names=["\\u00e9"])  # fmt: skip
+    tokenizer = Tokenizer.from_directory(path)
+    counts = []
+    for arguments in (
+        "{}", '{"<|eot_id|>": 1.50}', '{"a": "<|eot_id|> \\u0041"}', '{"a": "<|eot_id|\\u003e"}',
+        '{"a": "\\u00e9"}', '{"\\u00e9": 1e3}',
+    ):  # fmt: skip
+        turn = {"role": "assistant", "content": None, "tool_calls": [call(1, arguments)]}
+        (prompt,) = read_body("chat", {"messages": [*ASK, turn]}).prompts
+        ids = tokenizer.apply_chat_template(prompt.messages)
+        counts.append(sum(token in tokenizer.special_ids for token in ids))
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize(("name", "form"), templates())
+@pytest.mark.parametrize("blanks", ["", "\n", "\n\n\n"])
+@pytest.mark.parametrize("content", ["", "So."])
+def test_the_next_prompt_has_the_blanks_around_reasoning_as_they_were_sampled(
+    name, form, blanks, content
+):
+    """Where the template keeps them; else it writes the same for any."""
+    template = template_of(name)
+    marks = template.form.reasoning
+    if not template.form.has_reasoning or name in FORGETFUL or (content and marks is None):
+        pytest.skip("there is none, or it has no place of its own")
+
+    def rendered(turn: dict[str, Any] | None) -> str:
+        messages = [*ASK, turn] if turn else ASK
+        return template.render(messages, {"tools": [TOOL]}, add_generation_prompt=turn is None)
+
+    def turn(thought: str, text: str) -> dict[str, Any]:
+        made = {"role": "assistant", "reasoning_content": thought, "content": text}
+        return {**made, "tool_calls": CALLS[:1]}
+
+    told = rendered(turn(f"{blanks}Hm.\n\nWell.{blanks}", content and f"{blanks}{content}"))
+    end = rendered({"role": "assistant", "content": "qzend"}).partition("qzend")[2]
+    prompt, gaps = rendered(None), template.gaps
+    opened = marks is not None and prompt.rstrip().endswith(marks.open)
+    if opened:
+        assert prompt.endswith(gaps.before_thought or "\n")
+        gaps = replace(gaps, before_thought=gaps.before_thought and "")
+    assert told.startswith(prompt)
+    texts = {"get_weather": ["city"]}
+    reading = Reading(form=template.form, texts=texts, opened=opened, gaps=gaps)
+    read = ReadAnswer.of(told[len(prompt) :].removesuffix(end), reading)
+    if gaps.behind_thought is not None:
+        assert read.reasoning == f"{blanks}Hm.\n\nWell.{blanks}"
+    assert rendered(turn(read.reasoning, read.text)) == told
+
+
 def test_blanks_alone_are_no_text_before_a_call():
     template = template_of("plain")
-    assert template.gap == "\n"
+    assert template.gaps.before_call == "\n"
     call = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
-    reading = Reading(form=template.form, gap=template.gap)
+    reading = Reading(form=template.form, gaps=template.gaps)
     for blanks in ("", "\n", "\n\n \n"):
         read = ReadAnswer.of(blanks + call, reading)
         assert (read.text, len(read.calls)) == ("", 1)

@@ -9,8 +9,9 @@ from typing import Any
 
 from onestem.engine.text.templates import render
 from onestem.errors import RequestError
-from onestem.openai.forms import Form, described
+from onestem.openai.forms import Form, Gaps, described
 from onestem.openai.forms.history import Habits, found_out, needs_habits, told, written
+from onestem.openai.forms.spelling import StandIns
 from onestem.openai.rank import question
 
 __all__ = ["ChatTemplate"]
@@ -61,9 +62,9 @@ class ChatTemplate:
         return self._described[0] if self else None
 
     @property
-    def gap(self) -> str | None:
-        """Blanks that it writes between a text and a call (`Reading`)."""
-        return self._habits.gap
+    def gaps(self) -> Gaps:
+        """Blanks that it writes between the parts of an answer."""
+        return self._habits.gaps
 
     @cached_property
     def _habits(self) -> Habits:
@@ -140,15 +141,18 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message are both set: an answer either "
                 "begins or goes on, so set one of them"
             )
-        tools = fields.get("tools")
-        if needs_habits(messages, tools):
-            form, habits = self._described[0], self._habits
+        tools, stand_ins = fields.get("tools"), None
+        form = self._described[0]
+        if form.has_reasoning or needs_habits(messages, tools):  # such answers are read by habits
+            habits = self._habits
             if tools and not habits.tools:
                 fields = {name: value for name, value in fields.items() if name != "tools"}
                 if not without_calls:
                     messages = told(messages, tools, form, habits)
-            messages = written(messages, form, habits)
-        return self._rendered(messages, fields, add_generation_prompt, continue_final_message)
+            stand_ins = StandIns(habits.json)
+            messages = written(stand_ins.put(messages), form, habits)
+        text = self._rendered(messages, fields, add_generation_prompt, continue_final_message)
+        return text if stand_ins is None else stand_ins.spelled(text)
 
     def _rendered(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onestem.engine.text.backend import Backend
+from onestem.openai.forms.spelling import SpelledText
 from onestem.rawtext import RawText
 
 __all__ = ["ControlNames"]
@@ -63,8 +64,9 @@ class ControlNames:
         if self.pattern is None:
             return False
         if isinstance(value, str):
-            return self.pattern.search(value) is not None
-        parts = value.values() if isinstance(value, Mapping) else value
+            source = value.source if isinstance(value, SpelledText) else ""
+            return any(map(self.pattern.search, (value, source)))
+        parts = (*value, *value.values()) if isinstance(value, Mapping) else value
         return isinstance(value, (Mapping, list, tuple)) and any(map(self.are_mentioned, parts))
 
 

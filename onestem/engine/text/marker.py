@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from onestem.engine.text.backend import Backend
@@ -56,9 +57,12 @@ class Marker:
     def mark(self, value: Any) -> Any:
         """The messages with marks in place of the names that they mention."""
         if isinstance(value, str):
-            return self._names.replaced(value, lambda token_id: f"mark{self._nonce}n{token_id}n")
+            if not self._names.are_mentioned(value):
+                return value
+            marked = partial("mark{}n{}n".format, self._nonce)
+            return self._names.replaced(str(value), marked)
         if isinstance(value, Mapping):
-            return {key: self.mark(part) for key, part in value.items()}
+            return {self.mark(key): self.mark(part) for key, part in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(part) for part in value]
         return value

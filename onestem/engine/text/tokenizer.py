@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -249,8 +250,10 @@ class Tokenizer(Vocabulary):
         form = self._chat.form
         if form is None or form.reasoning is None:
             return False
-        end = self.decode(list(prompt[-MARK_TOKENS:]), skip_special_tokens=False)
-        return end.rstrip().endswith(form.reasoning.open)
+        return self._end_of(prompt).rstrip().endswith(form.reasoning.open)
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self.decode(list(prompt[-MARK_TOKENS:]), skip_special_tokens=False)
 
     def reading(
         self,
@@ -272,8 +275,12 @@ class Tokenizer(Vocabulary):
             return None
         opened = is_free and self.is_reasoning(prompt)
         calls = texts is not None
-        gap = self._chat.gap if calls else None
-        return Reading(form=form, calls=calls, texts=texts or {}, opened=opened, gap=gap)
+        gaps = self._chat.gaps
+        if opened and gaps.before_thought:  # some of it may be in the prompt
+            end = self._end_of(prompt)
+            own = gaps.before_thought.removeprefix(end[len(end.rstrip()) :])
+            gaps = replace(gaps, before_thought=own)
+        return Reading(form=form, calls=calls, texts=texts or {}, opened=opened, gaps=gaps)
 
     def control_token(self, name: str) -> int | None:
         """The id of a control token; None where `name` is not one."""

@@ -15,7 +15,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-__all__ = ["Braces", "Channels", "Fields", "Form", "Reasoning"]
+__all__ = ["Braces", "Channels", "Fields", "Form", "Gaps", "Reasoning"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,23 @@ class Channels:
     text_header: str
     reasoning_header: str
     call_headers: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """Blanks that a template writes between the parts of an answer, beside those that a part has
+    itself. None: it is not known to keep these, and they are left out.
+
+    Attributes:
+        before_call: between a text and a call.
+        before_thought, behind_thought: line ends between reasoning and its marks.
+        after_thought: line ends between the end of reasoning and a text.
+    """
+
+    before_call: str | None = None
+    before_thought: str | None = None
+    behind_thought: str | None = None
+    after_thought: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onestem.openai.forms.form import Braces, Fields, Form, Reasoning
+from onestem.openai.forms.form import Braces, Fields, Form, Gaps, Reasoning
 
 __all__ = ["Habits", "found_out", "needs_habits", "told", "written"]
 
@@ -38,10 +38,10 @@ class Habits:
         system: it takes a system message.
         tools: it takes tools.
         calls: how it takes arguments of calls: as `objects` or as `texts`; None: it writes none.
+        json: arguments are in JSON, by it or by us.
         one_call: it takes one call per message.
         apart: it writes no text beside calls, which therefore gets a message before them.
-        gap: blanks that it writes between a text, whose own ones at its end it keeps, and a call;
-            None: it is not known to do so.
+        gaps: blanks that it writes.
         results: it takes messages of tools.
         reasoning: the name by which it reads reasoning; None: it does not.
     """
@@ -49,9 +49,10 @@ class Habits:
     system: bool = True
     tools: bool = False
     calls: str | None = None
+    json: bool = False
     one_call: bool = False
     apart: bool = False
-    gap: str | None = None
+    gaps: Gaps = field(default_factory=Gaps)
     results: bool = False
     reasoning: str | None = None
 
@@ -112,8 +113,7 @@ def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
     calls = message.get("tool_calls")
     if thought and habits.reasoning is None:
         marks = form.reasoning or Reasoning.tagged()
-        inside = thought.strip("\n")
-        message["content"] = f"{marks.opening}{inside}{marks.closing}{message['content']}"
+        message["content"] = f"{marks.opening}{thought}{marks.closing}{message['content']}"
     elif thought and habits.reasoning is not None:
         if form.channels is not None and calls and message["content"]:
             thought, message["content"] = f"{thought}\n\n{message['content']}", ""
@@ -267,24 +267,65 @@ def found_out(
         tried = Habits(results=is_known)
         if writes([*_CALLED, *_RETURNED], written(_LOOP, form, tried), **given):
             habits = tried
+    in_json = writes(['{"qzkey": "qzvalue1"}'], written(_LOOP, form, habits), **given)
+    habits = replace(habits, json=in_json)
     if habits.calls and form.channels is None:
         beside = [_USER, {**_LOOP[1], "content": "qzbeside"}, *_LOOP[2:]]
         is_there = writes(["qzbeside"], written(beside, form, habits), **given)
         habits = replace(habits, apart=not is_there)
-    if form.channels is None and not habits.apart:
-
-        def gap(text: str) -> str:
-            beside = [_USER, {**_LOOP[1], "content": text}, *_LOOP[2:]]
-            after = render(written(beside, form, habits), given).partition("qzbeside")[2]
-            return after[: len(after) - len(after.lstrip())]
-
-        own = gap("qzbeside")
-        habits = replace(habits, gap=own if gap("qzbeside\n\n\n") == f"\n\n\n{own}" else None)
     system = [{"role": "system", "content": "qzsystem"}, _USER]
     habits = replace(habits, system=writes(["qzsystem", "qzuser"], system), tools=tools)
     for name in ("reasoning_content", "reasoning", "thinking"):
         thinks = replace(habits, reasoning=name)
         turn = {**_LOOP[1], "reasoning_content": "qzthought", "tool_calls": [_one_call(1)]}
         if writes(["qzthought"], written([_USER, turn, _result(1)], form, thinks), **given):
-            return thinks
-    return habits
+            habits = thinks
+            break
+
+    def answered(blanks: str) -> str:
+        content = f"{blanks}qzbeside{blanks}" * (form.channels is None)
+        turn = {**_LOOP[1], "content": content}
+        if form.has_reasoning:
+            turn["reasoning_content"] = f"{blanks}qzthought{blanks}"
+        return render(written([_USER, turn, *_LOOP[2:]], form, habits), given)
+
+    return replace(habits, gaps=_gaps(form, habits, answered(""), answered(_BLANKS)))
+
+
+_BLANKS = "\n\n\n"
+
+
+def _gaps(form: Form, habits: Habits, answer: str, blank: str) -> Gaps:
+    """Blanks around an answer's parts: of `answer`, whose parts have none of their own. In `blank`
+    each begins and ends with `_BLANKS`."""
+
+    def before(word: str, mark: str) -> str | None:
+        gap, own = (_around(text, word)[0] for text in (answer, blank))
+        is_there = f"{mark}{gap}{word}" in answer and not gap.strip("\n")
+        return gap if is_there and own == gap + _BLANKS else None
+
+    def behind(word: str, mark: str = "") -> str | None:
+        gap, own = (_around(text, word)[1] for text in (answer, blank))
+        return gap if f"{word}{gap}{mark}" in answer and own == _BLANKS + gap else None
+
+    if form.channels is not None:
+        end = form.channels.ends[0]
+        header = form.channels.reasoning_header
+        return Gaps(
+            before_thought=before("qzthought", header), behind_thought=behind("qzthought", end)
+        )
+    gaps = Gaps(before_call=None if habits.apart else behind("qzbeside"))
+    if form.reasoning is None:
+        return gaps
+    return replace(
+        gaps,
+        before_thought=before("qzthought", form.reasoning.open),
+        behind_thought=behind("qzthought", form.reasoning.close),
+        after_thought=before("qzbeside", form.reasoning.close),
+    )
+
+
+def _around(text: str, word: str) -> tuple[str, str]:
+    """Blanks before a word and after it."""
+    head, _, tail = text.partition(word)
+    return head[len(head.rstrip()) :], tail[: len(tail) - len(tail.lstrip())]

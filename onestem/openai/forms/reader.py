@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from onestem.openai.forms.arguments import ArgumentsReader, arguments_reader, held_back
-from onestem.openai.forms.form import Form
+from onestem.openai.forms.form import Form, Gaps
 
 __all__ = ["AnswerEvent", "AnswerReader", "Mode", "ReadAnswer", "Reading"]
 
@@ -30,15 +30,14 @@ class Reading:
         calls: whether there may be calls; else they are text.
         texts: of each tool, the parameters that are texts and nothing else.
         opened: whether the prompt ends inside reasoning.
-        gap: blanks that the template writes between a text and a call; others are the text's own.
-            None: all of them are left out.
+        gaps: what the template writes of blanks; others are the text's or the reasoning's own.
     """
 
     form: Form
     calls: bool = True
     texts: Mapping[str, Collection[str]] = field(default_factory=dict)
     opened: bool = False
-    gap: str | None = None
+    gaps: Gaps = field(default_factory=Gaps)
 
 
 @dataclass(slots=True)
@@ -66,9 +65,8 @@ class AnswerReader:
         form = reading.form
         self.thoughts: list[int] = []
         self._num_read = 0  # characters of the text, with those of the buffer
-        self._form, self._opened, self._texts = form, reading.opened, reading.texts
-        self._gap, self._has_text = reading.gap, False
-        self._has_calls = reading.calls
+        self._form, self._reading, self._gaps = form, reading, reading.gaps
+        self._has_text = False
         self._calls = (form.begin,) if reading.calls and form.begin else ()
         self._marks = _marks_of(form, self._calls, form.dropped if reading.calls else ())
         self._buffer = ""
@@ -78,7 +76,7 @@ class AnswerReader:
         self._arguments: ArgumentsReader | None = None
         self._found: list[AnswerEvent] = []
         self._mode: Mode = "text"
-        self._fresh = False  # line ends are left out
+        self._begun: str | None = None  # line ends with which a text begins; None: it has begun
         self._read = self._read_on
         if form.reasoning is not None:
             self._read = self._read_start
@@ -110,7 +108,7 @@ class AnswerReader:
 
     def _note_plain(self) -> None:
         self._plain = None
-        if self._read == self._read_on and not (self._fresh or self._buffer):
+        if self._read == self._read_on and self._begun is None and not self._buffer:
             marks = self._marks[self._mode]
             self._plain = str if marks is None else marks.cannot_begin
 
@@ -122,7 +120,7 @@ class AnswerReader:
     def finish(self) -> list[AnswerEvent]:
         """The events left at the answer's end: text that only began like something else."""
         if self._read == self._read_start:
-            self._begin(self._opened)
+            self._begin(self._reading.opened)
             while self._read():
                 pass
         while self._buffer and self._read in (self._read_head, self._read_header):
@@ -141,11 +139,14 @@ class AnswerReader:
 
     def _tell(self, text: str) -> None:
         """Give out text or reasoning, as the mode says."""
-        if self._fresh:
-            text = text.lstrip("\n")
+        is_thought = self._mode == "thought"
+        if self._begun is not None:
+            own = text.lstrip("\n")
+            self._begun += text[: len(text) - len(own)]
+            gap = self._gaps.before_thought if is_thought else self._gaps.after_thought
+            text = _own(self._begun, gap) + own if own else ""
         if text:
-            self._fresh, self._space = False, ""
-            is_thought = self._mode == "thought"
+            self._begun, self._space = None, ""
             self._has_text |= not is_thought
             self._found.append(AnswerEvent(reasoning=text) if is_thought else AnswerEvent(text))
 
@@ -164,11 +165,11 @@ class AnswerReader:
             self._buffer = begun[len(mark) :]
             self._begin(True)
         else:
-            self._begin(self._opened)
+            self._begin(self._reading.opened)
         return True
 
     def _begin(self, thinks: bool) -> None:
-        self._fresh = thinks
+        self._begun = "" if thinks else None
         self._turn("thought" if thinks else "text", 0)
         self._read = self._read_on
 
@@ -208,14 +209,19 @@ class AnswerReader:
             return True
         begin = self._place
         self._buffer = self._buffer[len(mark) :]
+        is_end = channels is not None or (reasoning is not None and mark == reasoning.close)
+        if is_thought and is_end and self._begun is None and self._space:
+            gap = self._gaps.behind_thought
+            if gap is not None and self._space.endswith(gap):
+                self._tell(self._space.removesuffix(gap))
         if mark not in self._form.dropped:
             self._space = ""
         if reasoning is not None and mark == reasoning.close:
             self._turn("text", self._place)
-            self._fresh = True
+            self._begun = ""
         elif reasoning is not None and mark == reasoning.open:
             self._turn("thought", begin)
-            self._fresh = True
+            self._begun = ""
         elif channels is not None:
             self._turn("between", self._place)
         return True
@@ -228,7 +234,7 @@ class AnswerReader:
             return self._no_head()
         begin, name = self._place, found["name"] or found["name_first"]
         self._buffer = self._buffer[found.end() :]
-        if name and self._has_calls:
+        if name and self._reading.calls:
             self._call(name, "", begin)
         else:
             self._read = self._read_on
@@ -259,13 +265,15 @@ class AnswerReader:
     def _call(self, name: str, call_id: str, begin: int) -> None:
         """A call begins, which ends reasoning; `begin`: where."""
         is_after = self._has_text and not self._num_calls and self._mode == "text"
-        if is_after and self._gap is not None and self._space.endswith(self._gap):
-            self._tell(self._space.removesuffix(self._gap))
+        gap = self._gaps.before_call
+        if is_after and gap is not None and self._space.endswith(gap):
+            self._tell(self._space.removesuffix(gap))
         self._space = ""
         self._found.append(AnswerEvent(name=name, index=self._num_calls, id=call_id))
         self._num_calls += 1
-        self._arguments = arguments_reader(self._form.arguments, self._texts.get(name, ()))
-        self._read, self._fresh = self._read_arguments, False
+        texts = self._reading.texts.get(name, ())
+        self._arguments = arguments_reader(self._form.arguments, texts)
+        self._read, self._begun = self._read_arguments, None
         self._turn("text" if self._form.channels is None else "between", begin)
 
     def _read_arguments(self) -> bool:
@@ -318,6 +326,11 @@ class AnswerReader:
             at += 1
         self._buffer = self._buffer[at:]
         return True
+
+
+def _own(blanks: str, gap: str | None) -> str:
+    """Those blanks at a text's beginning that are its own."""
+    return blanks.removeprefix(gap) if gap is not None and blanks.startswith(gap) else ""
 
 
 class _Marks:
