@@ -288,7 +288,7 @@ def _messages(turn: Turn) -> Iterator[JsonObject]:
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
     elif turn.role == "assistant":
-        yield _answer(turn.content)
+        yield from _answer(turn.content)
     else:
         texts: list[str] = []
         for block in turn.content:
@@ -316,21 +316,23 @@ def _result(block: ToolResultBlock) -> JsonObject:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-def _answer(blocks: Sequence[Any]) -> JsonObject:
-    """An answer that is sent back. Texts around calls are one text, as in a chat; adjacent ones
-    are a client's, and lines of it."""
-    text, thoughts, calls = "", [], []
+def _answer(blocks: Sequence[Any]) -> list[JsonObject]:
+    """An answer that is sent back. A text behind calls begins a message of its own; adjacent ones
+    are a client's, and lines of one."""
+    answer: JsonObject = {"role": "assistant", "content": ""}
+    messages = [answer]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    if any(thoughts):
+        answer["reasoning_content"] = "\n".join(thoughts)
     before = None
     for block in blocks:
         if isinstance(block, TextBlock):
-            text += "\n" * isinstance(before, TextBlock) + block.text
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        else:
+            if "tool_calls" in messages[-1]:
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1]["content"] += "\n" * isinstance(before, TextBlock) + block.text
+        elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            call = {"id": block.id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
         before = block
-    message: JsonObject = {"role": "assistant", "content": text}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
+    return messages

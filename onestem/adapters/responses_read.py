@@ -310,7 +310,8 @@ def _format(form: Format | None) -> JsonObject | None:
 
 
 def _messages(items: Iterable[Any]) -> list[JsonObject]:
-    """The messages of a chat. Items of one answer are one message of it."""
+    """The messages of a chat. Items of one answer are one message of it, but for a text behind
+    calls."""
     messages: list[JsonObject] = []
     before: Any = None
     for item in items:
@@ -322,7 +323,8 @@ def _messages(items: Iterable[Any]) -> list[JsonObject]:
         else:
             # Two texts in succession are two messages: an answer has none such.
             is_text = isinstance(item, MessageItem)
-            goes_on = _is_of_answer(before) and not (is_text and isinstance(before, MessageItem))
+            is_next = is_text and isinstance(before, (MessageItem, CallItem))
+            goes_on = _is_of_answer(before) and not is_next
             if not goes_on:
                 messages.append({"role": "assistant", "content": ""})
             _extend(messages[-1], item)

@@ -199,7 +199,7 @@ def test_a_message_with_calls():
     made = whole(TEXT)
     thought, text, first, second, end = made["content"]
     assert thought == {"type": "thinking", "thinking": "Two cities?", "signature": "msg_1"}
-    assert (text["text"], end["text"]) == ("Let me see.", " Done.")
+    assert (text["text"], end["text"]) == ("Let me see.", " Done. ")
     assert (first["name"], first["input"]) == ("f", {"a": "é\n", "b": [1.5, None]})
     assert (second["name"], second["input"]) == ("g", {})
     assert first["id"] != second["id"]
@@ -211,9 +211,10 @@ def test_a_message_with_calls():
         "output_tokens": 7,
     }
     sent_back = prompt(messages=[USER, {"role": "assistant", "content": made["content"]}, USER])
-    assert sent_back.messages[1]["content"] == "Let me see. Done."
-    assert sent_back.messages[1]["reasoning_content"] == "Two cities?"
-    assert [call["function"]["name"] for call in sent_back.messages[1]["tool_calls"]] == ["f", "g"]
+    _, called, then, _ = sent_back.messages
+    assert (called["content"], called["reasoning_content"]) == ("Let me see.", "Two cities?")
+    assert [call["function"]["name"] for call in called["tool_calls"]] == ["f", "g"]
+    assert then == {"role": "assistant", "content": " Done. "}
 
 
 def test_arguments_that_are_no_json_object_are_kept():

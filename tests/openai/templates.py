@@ -39,6 +39,14 @@ MISTRAL = (
     '"call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% elif m.role == \'assistant\' %}'
     " {{ m.content }}</s>{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% endfor %}"
 )
+# The old one's roles alternate, but for calls and their results.
+MISTRAL_V3 = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}"
+    "{% if not (m.role == 'tool' or m.tool_calls is defined) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}" + MISTRAL
+)
 MISTRAL_V11 = (
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
@@ -84,6 +92,7 @@ TEMPLATES = {
     "phi": PHI,
     "smollm3": SMOLLM3,
     "mistral": MISTRAL,
+    "mistral-v3": MISTRAL_V3,
     "mistral-v11": MISTRAL_V11,
     "mistral-v13": MISTRAL_V13,
     "deepseek-v3.1": DEEPSEEK_V31,

@@ -141,18 +141,31 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message are both set: an answer either "
                 "begins or goes on, so set one of them"
             )
-        tools, stand_ins = fields.get("tools"), None
-        form = self._described[0]
-        if form.has_reasoning or needs_habits(messages, tools):  # such answers are read by habits
-            habits = self._habits
-            if tools and not habits.tools:
-                fields = {name: value for name, value in fields.items() if name != "tools"}
-                if not without_calls:
-                    messages = told(messages, tools, form, habits)
-            stand_ins = StandIns(habits.json)
-            messages = written(stand_ins.put(messages), form, habits)
-        text = self._rendered(messages, fields, add_generation_prompt, continue_final_message)
-        return text if stand_ins is None else stand_ins.spelled(text)
+        tools, form = fields.get("tools"), self._described[0]
+        how = (add_generation_prompt, continue_final_message)
+        if not form.has_reasoning and not needs_habits(messages, tools):
+            return self._rendered(messages, fields, *how)
+        habits = (
+            self._habits
+        )  # also where nothing is left out: answers with reasoning are read by it
+        if tools and not habits.tools:
+            fields = {name: value for name, value in fields.items() if name != "tools"}
+            if not without_calls:
+                messages = told(messages, tools, form, habits)
+        stand_ins = StandIns(habits.json)
+        given = stand_ins.put(messages)
+        try:
+            text = self._rendered(written(given, form, habits), fields, *how)
+        except RequestError:
+            silent = [{**one, "content": ""} if one.get("tool_calls") else one for one in given]
+            if not habits.apart or silent == given:
+                raise
+            self._rendered(written(silent, form, habits), fields, *how)
+            raise RequestError(
+                "messages: one has text beside calls of tools, for which the model's chat template "
+                "has no place in a conversation that goes on: leave its content out"
+            ) from None
+        return stand_ins.spelled(text)
 
     def _rendered(
         self,

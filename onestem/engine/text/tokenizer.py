@@ -250,10 +250,7 @@ class Tokenizer(Vocabulary):
         form = self._chat.form
         if form is None or form.reasoning is None:
             return False
-        return self._end_of(prompt).rstrip().endswith(form.reasoning.open)
-
-    def _end_of(self, prompt: Sequence[int]) -> str:
-        return self.decode(list(prompt[-MARK_TOKENS:]), skip_special_tokens=False)
+        return _end_of(prompt, self).rstrip().endswith(form.reasoning.open)
 
     def reading(
         self,
@@ -277,7 +274,7 @@ class Tokenizer(Vocabulary):
         calls = texts is not None
         gaps = self._chat.gaps
         if opened and gaps.before_thought:  # some of it may be in the prompt
-            end = self._end_of(prompt)
+            end = _end_of(prompt, self)
             own = gaps.before_thought.removeprefix(end[len(end.rstrip()) :])
             gaps = replace(gaps, before_thought=own)
         return Reading(form=form, calls=calls, texts=texts or {}, opened=opened, gaps=gaps)
@@ -375,6 +372,10 @@ class Tokenizer(Vocabulary):
     def marker(self) -> Marker:
         """Tells a template's control tokens from those that messages mention; made once."""
         return Marker(self._text, self._names, self._special)
+
+
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(list(prompt[-MARK_TOKENS:]), skip_special_tokens=False)
 
 
 def read_hugging_face(directory: Path) -> Any | None:

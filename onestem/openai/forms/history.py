@@ -42,6 +42,7 @@ class Habits:
         one_call: it takes one call per message.
         apart: it writes no text beside calls, which therefore gets a message before them.
         gaps: blanks that it writes.
+        inline: it writes a text in which we have written calls as it writes text and calls.
         results: it takes messages of tools.
         reasoning: the name by which it reads reasoning; None: it does not.
     """
@@ -53,6 +54,7 @@ class Habits:
     one_call: bool = False
     apart: bool = False
     gaps: Gaps = field(default_factory=Gaps)
+    inline: bool = False
     results: bool = False
     reasoning: str | None = None
 
@@ -84,8 +86,8 @@ def told(
 def written(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
     """The messages as a template of these habits writes them whole."""
     made: list[JsonObject] = []
-    each = _split(messages) if habits.one_call else map(dict, messages)
-    for message in each:
+    joined = _joined(messages, form, habits)
+    for message in _split(joined) if habits.one_call else joined:
         if message["role"] == "assistant":
             turn = _assistant(message, form, habits)
             if habits.apart and turn.get("tool_calls") and turn["content"]:
@@ -110,7 +112,7 @@ def written(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
 
 def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
     thought = message.pop("reasoning_content", None)
-    calls = message.get("tool_calls")
+    calls, has_text = message.get("tool_calls"), bool(message["content"])
     if thought and habits.reasoning is None:
         marks = form.reasoning or Reasoning.tagged()
         message["content"] = f"{marks.opening}{thought}{marks.closing}{message['content']}"
@@ -122,14 +124,42 @@ def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
         return message
     if habits.calls is None:
         del message["tool_calls"]
-        content = message["content"]
-        message["content"] = content + "\n" * bool(content) + _calls(form, calls)
+        message["content"] += "\n" * has_text + _calls(form, calls)
     elif habits.calls == "texts":
         message["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _as_text(call)}}
             for call in calls
         ]
     return message
+
+
+def _joined(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
+    """The messages with those of one answer in one: what is said after calls has a message of its
+    own. It is written behind them where the template has a place for it, else before them."""
+    made: list[JsonObject] = []
+    for message in map(dict, messages):
+        before = made[-1] if made else {}
+        calls = before.get("tool_calls")
+        if not calls or before["role"] != "assistant" or message["role"] != "assistant":
+            made.append(message)
+            continue
+        if habits.inline:
+            before["content"] = _inlined(before, form, habits.gaps)
+            calls = []
+        before["content"] += message["content"]
+        thoughts = [one.get("reasoning_content") for one in (before, message)]
+        if any(thoughts):
+            before["reasoning_content"] = "\n".join(filter(None, thoughts))
+        before["tool_calls"] = [*calls, *message.get("tool_calls", ())]
+        if not before["tool_calls"]:
+            del before["tool_calls"]
+    return made
+
+
+def _inlined(message: Mapping[str, Any], form: Form, gaps: Gaps) -> str:
+    """A message's text with its calls in it."""
+    text = message["content"]
+    return text + (gaps.before_call or "") * bool(text) + _calls(form, message["tool_calls"])
 
 
 def _split(messages: Messages) -> Iterator[JsonObject]:
@@ -289,7 +319,14 @@ def found_out(
             turn["reasoning_content"] = f"{blanks}qzthought{blanks}"
         return render(written([_USER, turn, *_LOOP[2:]], form, habits), given)
 
-    return replace(habits, gaps=_gaps(form, habits, answered(""), answered(_BLANKS)))
+    habits = replace(habits, gaps=_gaps(form, habits, answered(""), answered(_BLANKS)))
+    if habits.gaps.before_call is None:
+        return habits
+    calls: JsonObject = {"role": "assistant", "content": "qzbeside", "tool_calls": [_one_call(1)]}
+    inline: JsonObject = {"role": "assistant", "content": _inlined(calls, form, habits.gaps)}
+    each = (written([_USER, one, _result(1)], form, habits) for one in (calls, inline))
+    texts = {render(messages, given) for messages in each}
+    return replace(habits, inline=len(texts) == 1 and "" not in texts)
 
 
 _BLANKS = "\n\n\n"

@@ -66,7 +66,7 @@ class AnswerReader:
         self.thoughts: list[int] = []
         self._num_read = 0  # characters of the text, with those of the buffer
         self._form, self._reading, self._gaps = form, reading, reading.gaps
-        self._has_text = False
+        self._has_text = False  # since the last call
         self._calls = (form.begin,) if reading.calls and form.begin else ()
         self._marks = _marks_of(form, self._calls, form.dropped if reading.calls else ())
         self._buffer = ""
@@ -133,7 +133,8 @@ class AnswerReader:
         elif self._read == self._read_on:
             if self._mode == "thought":
                 rest = rest.rstrip("\n")
-            self._tell(rest if self._mode == "thought" or not self._num_calls else rest.rstrip())
+            is_blank = self._mode == "text" and self._num_calls and not self._has_text
+            self._tell(rest.rstrip() if is_blank else rest)
         found, self._found = self._found, []
         return found
 
@@ -264,11 +265,11 @@ class AnswerReader:
 
     def _call(self, name: str, call_id: str, begin: int) -> None:
         """A call begins, which ends reasoning; `begin`: where."""
-        is_after = self._has_text and not self._num_calls and self._mode == "text"
+        is_after = self._has_text and self._mode == "text"
         gap = self._gaps.before_call
         if is_after and gap is not None and self._space.endswith(gap):
             self._tell(self._space.removesuffix(gap))
-        self._space = ""
+        self._space, self._has_text = "", False
         self._found.append(AnswerEvent(name=name, index=self._num_calls, id=call_id))
         self._num_calls += 1
         texts = self._reading.texts.get(name, ())
