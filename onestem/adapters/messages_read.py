@@ -317,7 +317,7 @@ def _result(block: ToolResultBlock) -> JsonObject:
 
 
 def _answer(blocks: Sequence[Any]) -> list[JsonObject]:
-    """An answer that is sent back. A text behind calls begins a message of its own; adjacent ones
+    """An answer that is sent back. A text after calls begins a message of its own; adjacent ones
     are a client's, and lines of one."""
     answer: JsonObject = {"role": "assistant", "content": ""}
     messages = [answer]

@@ -310,7 +310,7 @@ def _format(form: Format | None) -> JsonObject | None:
 
 
 def _messages(items: Iterable[Any]) -> list[JsonObject]:
-    """The messages of a chat. Items of one answer are one message of it, but for a text behind
+    """The messages of a chat. Items of one answer are one message of it, but for a text after
     calls."""
     messages: list[JsonObject] = []
     before: Any = None

@@ -162,10 +162,8 @@ def test_what_a_template_writes_is_read_back(name, form, calls):
 
 @pytest.mark.parametrize(("name", "form"), templates())
 @pytest.mark.parametrize("before", ["", "Let me see."])
-@pytest.mark.parametrize("behind", ["\nDone.\n", " And?"])
-def test_the_next_prompt_has_what_is_said_behind_calls_as_it_was_sampled(
-    name, form, before, behind
-):
+@pytest.mark.parametrize("after", ["\nDone.\n", " And?"])
+def test_the_next_prompt_has_what_is_said_after_calls_as_it_was_sampled(name, form, before, after):
     """Where the template writes texts as they are; else it stands before the calls."""
     template = template_of(name)
     if name in (*FORGETFUL, "gemma4_v5", "muse_glimmer"):
@@ -186,11 +184,11 @@ def test_the_next_prompt_has_what_is_said_behind_calls_as_it_was_sampled(
     told = rendered(first).removesuffix(end)
     again = rendered(turn("qzbefore", CALLS[1])).removesuffix(end).partition("qzbefore")[2]
     results = [result(1, "sunny"), result(2, "rainy")]
-    parts = [first, turn(behind, CALLS[1]), turn("So.")]
+    parts = [first, turn(after, CALLS[1]), turn("So.")]
     then = rendered(*parts, *results, begins=True)
     assert [then.count(one) for one in ("Rome", "So.", "sunny", "rainy")] == [1, 1, 1, 1]
     assert then.index("Rome") < then.index("sunny") < then.index("rainy")
-    sampled = f"{told}{behind}{again}So."
+    sampled = f"{told}{after}{again}So."
     if template.gaps.before_call is not None:
         assert then.startswith(sampled)
         prompt, marks = rendered(begins=True), template.form.reasoning
@@ -198,7 +196,7 @@ def test_the_next_prompt_has_what_is_said_behind_calls_as_it_was_sampled(
         reading = Reading(form=template.form, opened=opened, gaps=template.gaps)
         read = ReadAnswer.of(sampled.removeprefix(prompt), reading)
         if sampled.startswith(prompt):
-            assert (read.text, len(read.calls)) == (f"{before}{behind}So.", 2)
+            assert (read.text, len(read.calls)) == (f"{before}{after}So.", 2)
     else:
         assert then.index("So.") < then.index("Rome")
 
@@ -307,13 +305,13 @@ def test_the_next_prompt_has_the_blanks_around_reasoning_as_they_were_sampled(
     prompt, gaps = rendered(None), template.gaps
     opened = marks is not None and prompt.rstrip().endswith(marks.open)
     if opened:
-        assert prompt.endswith(gaps.before_thought or "\n")
-        gaps = replace(gaps, before_thought=gaps.before_thought and "")
+        assert prompt.endswith(gaps.opening_thought or "\n")
+        gaps = replace(gaps, opening_thought=gaps.opening_thought and "")
     assert told.startswith(prompt)
     texts = {"get_weather": ["city"]}
     reading = Reading(form=template.form, texts=texts, opened=opened, gaps=gaps)
     read = ReadAnswer.of(told[len(prompt) :].removesuffix(end), reading)
-    if gaps.behind_thought is not None:
+    if gaps.closing_thought is not None:
         assert read.reasoning == f"{blanks}Hm.\n\nWell.{blanks}"
     assert rendered(turn(read.reasoning, read.text)) == told
 

@@ -77,7 +77,7 @@ def test_tokens_of_reasoning_are_counted_in_any_tokens(form, text, opened):
             for start, end in zip(starts, [*starts[1:], len(data)], strict=True)
         )
         if spans and spans[-1][1] == len(data) and not text.endswith(("</think>", "<channel|>")):
-            # What is left out of the text behind reasoning that has not ended is of it too.
+            # What is left out of the text after reasoning that has not ended is of it too.
             wanted += starts[-1] == len(data)
         written = ResponseFormat(
             kind="chat", model="m", logprobs=None, return_token_ids=False, reading=reading,

@@ -273,10 +273,10 @@ class Tokenizer(Vocabulary):
         opened = is_free and self.is_reasoning(prompt)
         calls = texts is not None
         gaps = self._chat.gaps
-        if opened and gaps.before_thought:  # some of it may be in the prompt
+        if opened and gaps.opening_thought:  # some of it may be in the prompt
             end = _end_of(prompt, self)
-            own = gaps.before_thought.removeprefix(end[len(end.rstrip()) :])
-            gaps = replace(gaps, before_thought=own)
+            own = gaps.opening_thought.removeprefix(end[len(end.rstrip()) :])
+            gaps = replace(gaps, opening_thought=own)
         return Reading(form=form, calls=calls, texts=texts or {}, opened=opened, gaps=gaps)
 
     def control_token(self, name: str) -> int | None:

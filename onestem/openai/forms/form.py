@@ -96,13 +96,13 @@ class Gaps:
 
     Attributes:
         before_call: between a text and a call.
-        before_thought, behind_thought: line ends between reasoning and its marks.
+        opening_thought, closing_thought: line ends between reasoning and its marks.
         after_thought: line ends between the end of reasoning and a text.
     """
 
     before_call: str | None = None
-    before_thought: str | None = None
-    behind_thought: str | None = None
+    opening_thought: str | None = None
+    closing_thought: str | None = None
     after_thought: str | None = None
 
 

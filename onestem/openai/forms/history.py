@@ -135,7 +135,7 @@ def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
 
 def _joined(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
     """The messages with those of one answer in one: what is said after calls has a message of its
-    own. It is written behind them where the template has a place for it, else before them."""
+    own. It is written after them where the template has a place for it, else before them."""
     made: list[JsonObject] = []
     for message in map(dict, messages):
         before = made[-1] if made else {}
@@ -349,15 +349,15 @@ def _gaps(form: Form, habits: Habits, answer: str, blank: str) -> Gaps:
         end = form.channels.ends[0]
         header = form.channels.reasoning_header
         return Gaps(
-            before_thought=before("qzthought", header), behind_thought=behind("qzthought", end)
+            opening_thought=before("qzthought", header), closing_thought=behind("qzthought", end)
         )
     gaps = Gaps(before_call=None if habits.apart else behind("qzbeside"))
     if form.reasoning is None:
         return gaps
     return replace(
         gaps,
-        before_thought=before("qzthought", form.reasoning.open),
-        behind_thought=behind("qzthought", form.reasoning.close),
+        opening_thought=before("qzthought", form.reasoning.open),
+        closing_thought=behind("qzthought", form.reasoning.close),
         after_thought=before("qzbeside", form.reasoning.close),
     )
 

@@ -144,7 +144,7 @@ class AnswerReader:
         if self._begun is not None:
             own = text.lstrip("\n")
             self._begun += text[: len(text) - len(own)]
-            gap = self._gaps.before_thought if is_thought else self._gaps.after_thought
+            gap = self._gaps.opening_thought if is_thought else self._gaps.after_thought
             text = _own(self._begun, gap) + own if own else ""
         if text:
             self._begun, self._space = None, ""
@@ -212,7 +212,7 @@ class AnswerReader:
         self._buffer = self._buffer[len(mark) :]
         is_end = channels is not None or (reasoning is not None and mark == reasoning.close)
         if is_thought and is_end and self._begun is None and self._space:
-            gap = self._gaps.behind_thought
+            gap = self._gaps.closing_thought
             if gap is not None and self._space.endswith(gap):
                 self._tell(self._space.removesuffix(gap))
         if mark not in self._form.dropped:
@@ -259,7 +259,7 @@ class AnswerReader:
         return True
 
     def _pass_sign(self) -> None:
-        """What seemed to begin is none: read on behind its first character."""
+        """What seemed to begin is none: read on after its first character."""
         self._tell(self._space + self._buffer[0])
         self._buffer, self._space, self._read = self._buffer[1:], "", self._read_on
 
