@@ -232,18 +232,20 @@ def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
 
 
 def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
-    """Templates write arguments as `json.dumps` does: what is sampled otherwise is never found in
-    the cache again."""
+    """In the blanks of `json.dumps`, as templates have them; numbers and texts as they were
+    spelled."""
     fields = {
         "x": {"enum": [7, True, "a b"]},
         "y": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3},
+        "n": {"type": "number"},
+        "s": {"type": "string", "maxLength": 4},
     }
-    inner = {"type": "object", "properties": fields, "required": ["x", "y"]}
-    outer = {**inner, "properties": {**fields, "z": inner}, "required": ["x", "y", "z"]}
+    inner = {"type": "object", "properties": fields, "required": [*fields]}
+    outer = {**inner, "properties": {**fields, "z": inner}, "required": [*fields, "z"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": outer}}
-    counts = []
+    counts, odd = [], 0
     body = {"tools": [tool], "tool_choice": "required", "max_tokens": 400}
-    bodies = [{**body, "seed": seed} for seed in range(16)]
+    bodies = [{**body, "seed": seed} for seed in range(32)]
     for output in ask_all(llm, bodies):
         if output.finish_reason != "stop":
             continue
@@ -255,7 +257,9 @@ def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
         rendered = llm.tokenizer.render_chat(sent.prompts[0].messages, False)
         assert rendered.endswith(f"<|assistant|>{output.text}<|end|>")
         counts.append(len(calls))
-    assert max(counts) > 1
+        each = [call["function"]["arguments"] for call in calls]
+        odd += any(json.dumps(json.loads(one), ensure_ascii=False) != one for one in each)
+    assert (max(counts) > 1, odd > 1) == (True, True)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
