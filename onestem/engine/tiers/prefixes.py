@@ -139,7 +139,7 @@ class PrefixTiers:
             self._index.add(piece, tokens)
 
     def save_idle(self, most: int = IDLE_TOKENS) -> None:
-        """Write about so many tokens to the disk that a restart would lose: the last first."""
+        """Write at least that many tokens to the disk that a restart would lose: the last first."""
         if self._stores.disk is None or self._saved_at == self._cache.idle.clock:
             return
         runs = [run for run in self._cache.tree if run.is_wanted or run.is_shared]

@@ -143,8 +143,8 @@ class TierStores:
         return kv
 
     def take(self, name: str, num_tokens: int) -> Tensor | None:
-        """What has a name, for so many tokens; it is read if it is on the disk alone. None: no tier
-        has it whole."""
+        """Rows of a name, for its tokens; they are read if they are on the disk alone. None: no
+        tier has them whole."""
         kv = self.host.get(name) if self.host is not None else None
         if kv is not None:
             return kv
@@ -251,7 +251,7 @@ class TierStores:
             self.disk.discard(name)
 
     def close(self, seconds: float) -> None:
-        """Write what was saved, for about so many seconds, and end the threads."""
+        """Write what was saved, for about that many seconds, and end the threads."""
         self._until = time.monotonic() + seconds
         self.flush()
         for threads in (self._writer, self._readers):

@@ -63,6 +63,6 @@ class KvTiers:
         self.stores.forget()
 
     def close(self, seconds: float) -> None:
-        """Write what a restart would lose, for about so many seconds, and end the threads."""
+        """Write what a restart would lose, for about that many seconds, and end the threads."""
         self.prefixes.save_idle(most=2**62)
         self.stores.close(seconds)
