@@ -68,8 +68,12 @@ def give_holes_back() -> None:
 @contextmanager
 def giving_holes_back(seconds: float) -> Iterator[None]:
     """Give freed parts of this process's heaps back until the block ends, from a thread that looks
-    at them; `seconds`: between two looks. A look costs nothing; giving back holds up other threads for some
-    milliseconds, and what they need again is cleared again."""
+    at them now and then. A look costs nothing; giving back holds up other threads for some
+    milliseconds, and what they need again is cleared again.
+
+    Args:
+        seconds: between two looks.
+    """
     ended = threading.Event()
     threading.Thread(target=_give_back, args=(seconds, ended), daemon=True).start()
     try:
