@@ -16,6 +16,7 @@ from onestem.adapters.messages_read import MessagesBody
 from onestem.adapters.responses_read import ResponsesBody
 from onestem.openai.schema import ChatBody, CompletionBody
 from tests.server.harness import running
+from tests.soak import soaked
 
 # A schema cannot say which of all good bodies fit a model's length, or name a file that is there.
 CHECKED = (
@@ -27,8 +28,8 @@ CHECKED = (
     checks.unsupported_method,
 )
 JSON = {"Content-Type": "application/json"}
+SECONDS = 5.0  # that the server gives an answer
 BOUNDED = settings(
-    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,
@@ -40,7 +41,10 @@ BOUNDED = settings(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tiny_model):
     with running(
-        tmp_path_factory.mktemp("fuzz"), model=tiny_model, served_model_name=["tiny"], timeout=5.0
+        tmp_path_factory.mktemp("fuzz"),
+        model=tiny_model,
+        served_model_name=["tiny"],
+        timeout=SECONDS,
     ) as server:
         yield server
         server.check()
@@ -69,15 +73,18 @@ def bound(body: dict, path: str) -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int | float) and body[name] > 3:
             body[name] = 3
+    if type(body.get("timeout")) in (int, float) and 0 < body["timeout"] < SECONDS:
+        body["timeout"] = SECONDS  # else the answer may be a 504, as it should be
     name = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_tokens"}.get(path)
     if name is not None and body.get(name) is None and body.get("max_completion_tokens") is None:
         body[name] = 3
 
 
-def test_the_server_does_what_the_document_says(server):
+@pytest.mark.parametrize("examples", [4, soaked(12)])
+def test_the_server_does_what_the_document_says(server, examples):
     for operation in operations(server):
 
-        @BOUNDED
+        @settings(BOUNDED, max_examples=examples)
         @given(case=operation.as_strategy() | operation.as_strategy(GenerationMode.NEGATIVE))
         def check(case):
             if isinstance(case.body, dict):
@@ -156,7 +163,7 @@ others = st.dictionaries(
 )
 
 
-@settings(BOUNDED, max_examples=400)
+@settings(BOUNDED, max_examples=120)
 @given(body=conversations, other=others, route=st.sampled_from(["messages", "responses"]))
 def test_fuzzed_conversations(http, body, other, route):
     """No 5xx but a stream's deadline, and errors in the API's own form."""
