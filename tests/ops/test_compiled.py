@@ -186,8 +186,8 @@ KERNELS = {
         8,
     ),
 }
-# One of each kind; `make soak` compiles the others.
-FEW = {"4 bits", "Q4_K", "one row", "Hopper", "Hopper, few rows", "float8", "experts of 4 bits"}
+# Products, of one row too, attention and experts; `make soak` compiles the others.
+FEW = {"4 bits", "one row", "Hopper", "Hopper, few rows", "experts of 4 bits"}
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),

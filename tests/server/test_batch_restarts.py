@@ -16,7 +16,6 @@ from onestem.jobs import run_file
 from onestem.llm import LLM
 from tests.forked import Command
 from tests.server.test_batches import create, ended, output
-from tests.soak import soaked
 
 WAIT = 90.0
 LINES = 8
@@ -63,9 +62,8 @@ def engine_pid(http: httpx.Client) -> int:
     return http.get("/internal/state").json()["engine"]["pid"]
 
 
-@pytest.mark.parametrize(
-    "ways", [(signal.SIGKILL,), soaked((signal.SIGTERM, signal.SIGKILL, signal.SIGINT))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("ways", [(signal.SIGTERM, signal.SIGKILL, signal.SIGINT)])
 def test_batches_over_restarts_of_every_kind(tmp_path, ways):
     state, count = tmp_path / "state", len(ways) + 1
     with closing(Server(state, "--kv-memory", "64MiB")) as server:
