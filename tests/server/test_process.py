@@ -332,3 +332,26 @@ def test_the_engine_of_a_shape_makes_weights_up(monkeypatch, tmp_path):
         main()
     (options,) = told
     assert (Path(options.model), options.random_weights) == (find_shape("nothing"), True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_finds_prefixes_on_the_disk(tmp_path, tiny_model, number):
+    """An engine that falls idle has written what it computed: a kill loses nothing of it."""
+    disk = ("--disk-kv", tmp_path / "kv")
+    body = {"prompt": list(range(3, 253)), "max_tokens": 4, "temperature": 0}
+    answers = []
+    for _ in range(2):
+        with served(tmp_path / "state", tiny_model, *disk) as server:
+            answers.append(server.http.post("/v1/completions", json=body).json())
+            if answers[1:]:
+                metrics = server.http.get("/metrics").text
+            server.command.until(lambda: any((tmp_path / "kv").glob("*.safetensors")), WAIT)
+            server.command.send(number)
+            server.command.wait(WAIT)
+    first, second = answers
+    assert second["choices"] == first["choices"]
+    assert "disk_tokens" not in first["usage"]["prompt_tokens_details"]
+    details = second["usage"]["prompt_tokens_details"]
+    assert (details["cached_tokens"], details["disk_tokens"]) == (249, 249)
+    line = next(one for one in metrics.splitlines() if one.startswith("onestem_disk_prompt"))
+    assert line.endswith(" 249.0")
