@@ -70,6 +70,7 @@ PROXY = "put a proxy before the server (docs/operating.md)"
 WEIGHTS = "`update_weights` takes new weights (docs/rollouts.md)"
 NO_EMBEDDINGS = "there are no embeddings and classes; `score` gives log-probabilities of texts"
 JUDGED = "by causal models: `classifier_from_token` is a field, and nothing is overridden"
+BELOW = "give `host_kv` a size such as 8GiB, or `disk_kv` a folder"
 TRACE = "`trace=FILE` writes what each step computes"
 
 SAMPLING = {
@@ -157,8 +158,7 @@ ENGINE = {
     **_refused(MERGE, "fully_sharded_loras", "lora_modules"),
     **_refused(NO_DRAFTS, "speculative_config", "speculative_model", "num_speculative_tokens"),
     "cpu_offload_gb": Name(None, "give `quantization`, or `tensor_parallel_size`"),
-    "swap_space": Name(None, "leave it out: what is preempted is computed again"),
-    "kv_transfer_config": Name(None, "leave it out: prompts and answers share one engine"),
+    **_refused(BELOW, "swap_space", "kv_transfer_config"),
     "kv_events_config": Name(None, "leave it out"),
     **_refused(TEXT_ALONE, "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb"),
     **_refused(TEXT_ALONE, "allowed_local_media_path", "enable_prompt_embeds"),
