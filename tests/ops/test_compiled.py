@@ -186,8 +186,8 @@ KERNELS = {
         8,
     ),
 }
-# Products, of one row too, attention and experts; `make soak` compiles the others.
-FEW = {"4 bits", "one row", "Hopper", "Hopper, few rows", "experts of 4 bits"}
+# One of each kind; `make soak` compiles the others, and the one that takes as long as these.
+FEW = {"4 bits", "Q4_K", "one row", "Hopper, few rows", "float8", "experts of 4 bits"}
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
@@ -295,6 +295,12 @@ def check(name: str, assembly: dict[str, str]) -> None:
     assert "call.uni" not in assembly[name]
 
 
-def test_a_kernel_for_few_rows_is_without_what_they_do_not_need(few: dict[str, str]) -> None:
-    assert "m64n64k16" not in few["Hopper, few rows"]  # queries as rows
-    assert len(few["Hopper, few rows"]) < len(few["Hopper"]) / 3
+def test_a_kernel_for_few_rows_is_without_queries_as_rows(few: dict[str, str]) -> None:
+    assert "m64n64k16" not in few["Hopper, few rows"]
+
+
+@pytest.mark.soak
+def test_a_kernel_for_few_rows_is_without_what_they_do_not_need(
+    few: dict[str, str], others: dict[str, str]
+) -> None:
+    assert len(few["Hopper, few rows"]) < len(others["Hopper"]) / 3
