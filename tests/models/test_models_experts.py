@@ -21,6 +21,7 @@ from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.weights import checked_config, load_decoder
 from onestem.ops.cpu import is_built
+from onestem.ops.cpu.extension import chosen_isa
 from onestem.ops.triton.experts import GroupedExperts
 from onestem.ops.triton.tiled_experts import TiledExperts
 from tests.models.as_gguf import CHANGES, write_gguf
@@ -147,7 +148,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_experts_of_a_gguf_file_stay_in_its_blocks(
     files: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off by no more than their numbers in 16 bits."""
+    """Off by no more than their numbers in 16 bits; where products of bytes round rows to 8 bits,
+    by no more than twice that: a group's largest value of 127 steps has half of 16 bits' digits."""
     path = files(kind)
     exact = answers(path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
@@ -162,7 +164,8 @@ def test_experts_of_a_gguf_file_stay_in_its_blocks(
         )
     off = (log_probabilities(decoder, IDS) - exact).abs().mean()
     monkeypatch.setattr(weights, "kept_by", lambda *_: lambda scheme: False)
-    assert off < 1.5 * (answers(path, torch.bfloat16) - exact).abs().mean()
+    most = 2.0 if chosen_isa() in ("avx512_bf16", "amx_bf16") else 1.5
+    assert off < most * (answers(path, torch.bfloat16) - exact).abs().mean()
 
 
 @pytest.mark.parametrize(
