@@ -149,7 +149,7 @@ def test_experts_of_a_gguf_file_stay_in_its_blocks(
     files: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Off by no more than their numbers in 16 bits; where products of bytes round rows to 8 bits,
-    by no more than twice that: a group's largest value of 127 steps has half of 16 bits' digits."""
+    by no more than twice that: bf16 has 8 digits of each value, bytes 7 of a group's largest."""
     path = files(kind)
     exact = answers(path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
