@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -49,7 +50,9 @@ class Piece(NamedTuple):
     def from_name(cls, name: str) -> Self | None:
         """The piece of a name; None: it names something else."""
         found = _NAME.fullmatch(name)
-        return None if found is None else cls(found[1], found[2], int(found[3]))
+        if found is None or not 0 < int(found[3]) <= PIECE_TOKENS:
+            return None
+        return cls(found[1], found[2], int(found[3]))
 
 
 def storable(stretches: Sequence[Stretch], end: int) -> int:
@@ -119,7 +122,7 @@ class Chain:
 
 
 def _said(label: Label) -> bytes:
-    space = str(label.space).encode()
+    space = str(label.space).encode(errors="surrogatepass")
     return b"%d %d " % (len(space), label.shift) + space
 
 
@@ -137,7 +140,7 @@ class Found(NamedTuple):
 
 
 class PieceIndex:
-    """Which pieces there are, by the digest before them.
+    """Which pieces there are, by the digest before them. Threads may share it.
 
     Args:
         look: reads a piece's tokens, int32 `[n]`; None: they cannot be read.
@@ -146,27 +149,45 @@ class PieceIndex:
     def __init__(self, look: Callable[[Piece], np.ndarray | None]) -> None:
         self._look = look
         self._after: dict[str, dict[Piece, np.ndarray | None]] = {}
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._size
 
     def add(self, piece: Piece, tokens: np.ndarray | None = None) -> None:
         """Note a piece; `tokens`, int32 `[n]`, where they are at hand."""
-        there = self._after.setdefault(piece.parent, {})
-        if tokens is not None or piece not in there:
-            there[piece] = tokens
+        with self._lock:
+            there = self._after.setdefault(piece.parent, {})
+            self._size += piece not in there
+            if tokens is not None or piece not in there:
+                there[piece] = tokens
 
     def discard(self, piece: Piece) -> None:
         """Forget a piece."""
-        there = self._after.get(piece.parent, {})
-        if piece in there:
-            del there[piece]
-            if not there:
-                del self._after[piece.parent]
+        with self._lock:
+            there = self._after.get(piece.parent, {})
+            if piece in there:
+                self._size -= 1
+                del there[piece]
+                if not there:
+                    del self._after[piece.parent]
+
+    def prune(self, is_kept: Callable[[str], bool]) -> None:
+        """Forget pieces whose names are not kept."""
+        with self._lock:
+            every = [piece for there in self._after.values() for piece in there]
+        for piece in every:
+            if not is_kept(piece.name):
+                self.discard(piece)
 
     def beginnings(self, piece: Piece, tokens: np.ndarray) -> list[Piece]:
         """Shorter pieces at the same place with the first of `tokens` (int32 `[n]`)."""
-        there = self._after.get(piece.parent, {})
+        with self._lock:
+            there = list(self._after.get(piece.parent, {}).items())
         return [
             one
-            for one, own in there.items()
+            for one, own in there
             if own is not None and len(own) < len(tokens) and _common(own, tokens) == len(own) > 0
         ]
 
@@ -180,7 +201,8 @@ class PieceIndex:
         """
         best: list[Found] = []
         for start in sorted(set(starts), reverse=True):
-            found = list(self._follow(chain, start, end))
+            with self._lock:
+                found = list(self._follow(chain, start, end))
             if found and (not best or found[-1].end > best[-1].end):
                 best = found
         return best

@@ -135,6 +135,8 @@ class DiskStore:
     def _read(self, name: str, part: str, into: Tensor) -> bool:
         """Read a part of a file to where it is wanted: from a mapped file it would be copied."""
         data = into.view(-1).view(torch.uint8).numpy()
+        if name not in self:
+            return False  # nor opened: what is no file may never answer
         try:
             with open(self.path(name), "rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
@@ -150,7 +152,10 @@ class DiskStore:
                 file.seek(8 + length + here["data_offsets"][0])
                 if file.readinto(data.data) != len(data):
                     return False
-        except (OSError, ValueError, LookupError, TypeError, struct.error, RecursionError):
+        except (
+            OSError, ValueError, LookupError, TypeError, AttributeError, struct.error,
+            RecursionError,
+        ):  # fmt: skip
             return False
         return bool(metadata.get(part) == _checksum(into))
 

@@ -3,10 +3,13 @@ with the same answers; nothing that is damaged or of something else is used."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from tests.engine.harness import (
     requests_for,
     shared_prompts,
 )
+from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.models.changed import changed_model, tensors_of
 
 MIB = 1 << 20
@@ -199,7 +203,34 @@ def folder(path):
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [flip, cut, empty, another, folder, os.unlink])
+def metadata_of_a_list(path):
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    text = json.dumps({**json.loads(data[8 : 8 + size]), "__metadata__": []}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def no_tokens(path):
+    """Files beside it that tell of pieces without a token."""
+    for key in path.stem.split("-")[:2]:
+        path.with_name(f"{key}-{key}-0.safetensors").write_bytes(b"")
+    path.unlink()
+
+
+def many_tokens(path):
+    path.rename(path.with_name(path.stem.rpartition("-")[0] + "-999999999.safetensors"))
+
+
+DAMAGES = [flip, cut, empty, another, folder, os.unlink]
+HOSTILE = [metadata_of_a_list, pipe, no_tokens, many_tokens]
+
+
+@pytest.mark.parametrize("damage", DAMAGES + HOSTILE)
 def test_a_damaged_file_is_a_miss(tiny, tmp_path, damage):
     prompts = long_prompts(3)
     first = engine_with(tiny("llama"), tmp_path)
@@ -338,6 +369,72 @@ for prompt in t.long_prompts(8, head=1):
     t.run(engine, t.requests_for([prompt]))
     print("one", flush=True)
 """
+
+
+def test_an_engine_that_slept(tiny):
+    """KV memory is elsewhere afterwards."""
+    engine = engine_with(tiny("llama"))
+    requests = requests_for(long_prompts(3))
+    first = run(engine, requests)
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    engine.weights.sleep(1)
+    engine.weights.wake_up()
+    assert same(first, run(engine, requests))
+    assert engine.tiers.stats.from_host_tokens > 0
+
+
+def test_what_a_module_takes_the_place_of_is_saved_first(tiny):
+    """A module that is copied back evicts a run, whose pages it gets."""
+    engine = engine_with(tiny("llama"))
+    plain = make_engine(tiny("llama"), page_size=16, num_pages=24)
+    prompts, modules = long_prompts(4, head=1), compiled_prompts("anchored")
+    for i in range(16):
+        for request in (*requests_for([prompts[i % 4]]), pml_request("pml", modules[i % 8])):
+            assert same(run(plain, [request]), run(engine, [request])), i
+
+
+def test_a_salt_is_any_text(tiny):
+    [request] = requests_for(long_prompts(1))
+    request = replace(request, cache_salt="\ud800")
+    engine = engine_with(tiny("llama"))
+    first = run(engine, [request])
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    second = run(engine, [request])
+    assert same(first, second)
+    assert second[2]["0"] == 1
+
+
+def test_the_index_forgets_what_no_tier_has(tiny, monkeypatch):
+    monkeypatch.setattr("onestem.engine.tiers.prefixes.MANY_PIECES", 16)
+    engine = engine_with(tiny("llama"), host=100_000)
+    for seed in range(20):
+        prompt = np.random.default_rng(seed).integers(3, 270, 130).tolist()
+        run(engine, requests_for([prompt]))
+    engine.close()
+    assert engine.tiers.prefixes.num_pieces <= 32
+
+
+@pytest.mark.parametrize("disk", [300_000, 64 * MIB])
+def test_an_idle_engine_saves_once(tiny, tmp_path, monkeypatch, disk):
+    """What it has is more than the host's memory holds, or the disk."""
+    monkeypatch.setattr("onestem.engine.tiers.prefixes.IDLE_TOKENS", 200)
+    engine = engine_with(tiny("llama"), tmp_path, host=100_000, disk=disk, num_pages=4096)
+    run(engine, requests_for(long_prompts(8, head=1)))
+    for _ in range(20):
+        assert not engine.has_unfinished()
+    engine.tiers.stores.flush()
+    saved = engine.tiers.stats.saved_tokens
+    assert 0 < saved <= 8 * 136
+    assert not engine.has_unfinished()
+    assert engine.tiers.stats.saved_tokens == saved
+
+
+def test_what_is_larger_than_all_that_may_wait_is_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("onestem.engine.tiers.stores.MOST_UNWRITTEN", 1)
+    engine = engine_with(tiny("llama"), tmp_path, host=0)
+    answer(engine, requests_for([long_prompts(1)[0][:30]]))
+    engine.close()
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.soak

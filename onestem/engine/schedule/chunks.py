@@ -91,8 +91,10 @@ class PromptChunks:
             return False
         if run.owner is not None and run.owner is not sequence:
             return False
-        is_there = self._room.reserve(draft, sequence, run, len(run.tokens))
-        if not is_there or not self.tiers.modules.load(run):
+        if not self._room.reserve(draft, sequence, run, len(run.tokens)):
+            return False
+        self.tiers.prefixes.save_evicted()  # from the pages that are copied to
+        if not self.tiers.modules.load(run):
             return False
         run.computed = len(run.tokens)
         return True

@@ -8,6 +8,7 @@ steps.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from onestem.engine.tiers.arena import PinnedArena
 __all__ = ["Copied", "KvCopies", "Part", "copies_of"]
 
 BUFFER_TOKENS = 512  # a GPU's buffers hold so many
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {2: np.int16, 4: np.int32}
 
 
 class Part(NamedTuple):
@@ -118,7 +119,7 @@ class _CpuCopies:
     def __init__(self, every: Sequence[Tensor]) -> None:
         self.dtype = every[0].dtype
         self.width = sum(pages[0, 0].numel() for pages in every)
-        self._every = [_bits(pages) for pages in every]
+        self._every = every
         self._thread = ThreadPoolExecutor(1, "onestem-kv-copies")
 
     def host_rows(self, num_tokens: int) -> Tensor:
@@ -149,7 +150,7 @@ class _CpuCopies:
         breaks = (np.diff(slots) != 1) | (slots[1:] % size == 0)
         cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
         first = 0
-        for pages in self._every:
+        for pages in map(_bits, self._every):
             _, _, heads, dim = pages.shape
             mine = rows[:, first : first + heads * dim].reshape(-1, heads, dim)
             first += heads * dim
@@ -162,8 +163,16 @@ class _CpuCopies:
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
-    """Its memory as numpy's, which has no bfloat16: each value as bits."""
-    return tensor.detach().view(_BITS[tensor.dtype.itemsize]).numpy()
+    """Its memory as numpy's, which has no bfloat16: each value as bits. Not by `Tensor.numpy`:
+    KV memory could not be released after it."""
+    storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
+    return np.ndarray(
+        tuple(tensor.shape),
+        _BITS[size],
+        memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())),
+        tensor.storage_offset() * size,
+        tuple(step * size for step in tensor.stride()),
+    )
 
 
 class _ByStream:

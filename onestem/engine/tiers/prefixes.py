@@ -7,6 +7,7 @@ admitted, what is in host memory is copied to its pages while steps go on; it ha
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 LEAST_TOKENS = 64  # fewer are computed about as fast
 IDLE_TOKENS = 1 << 14  # that an idle engine saves at a time: a new request waits so long
 READ_SHARE = 2  # of host memory, for what is read for one request
+MANY_PIECES = 1 << 13  # of which the index forgets those that no tier has any more
 
 
 class _Save(NamedTuple):
@@ -68,11 +70,17 @@ class PrefixTiers:
         self._loading: dict[Sequence, _Load] = {}
         self._asked: set[Sequence] = set()  # nothing more is there for these
         self._saved_at = -1  # the cache's clock
+        self._most_pieces: float = MANY_PIECES
         cache.on_evict = self._note_evicted
         stores.on_files = self._note_files
         listed = stores.list_files()
         if listed is not None:
             listed.result()
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that it knows of."""
+        return len(self._index)
 
     def _note_files(self, names: list[str]) -> None:
         for name in names:
@@ -94,10 +102,10 @@ class PrefixTiers:
         """Save a run's tokens from an index on, if a request may want them, before the next step
         writes to their pages."""
         if run.is_wanted or run.is_shared:
-            self._evicted += self._unsaved(run, first)
+            self._evicted += self._unsaved(run, self._stores.keeps, first)
 
-    def _unsaved(self, run: Run, first: int = 0) -> list[_Save]:
-        """Pieces of a run, from an index of its tokens on, that a tier lacks. They begin where
+    def _unsaved(self, run: Run, keeps: Callable[[str], bool], first: int = 0) -> list[_Save]:
+        """Pieces of a run, from an index of its tokens on, that are not kept. They begin where
         others of the same tokens would."""
         path = run.path()
         stretches = tuple(Stretch(node.start, node.label) for node in path)
@@ -112,18 +120,20 @@ class PrefixTiers:
         tokens = np.concatenate([np.frombuffer(node.tokens, np.int32) for node in path])[:end]
         chain = self._chain(tokens, stretches)
         start = max(run.start, piece_start(start))
-        saved = self._kept(chain, [0, *(node.start for node in path)], start, end)
+        saved = self._kept(keeps, chain, [0, *(node.start for node in path)], start, end)
         return [
             _Save(chain.piece(a, b), tokens[a:b].copy(), run.slots(a - run.start, b - run.start))
             for a, b in piece_ends(start, end)
-            if b > saved and self._kept(chain, [a], a, b) < b
+            if b > saved and self._kept(keeps, chain, [a], a, b) < b
         ]
 
-    def _kept(self, chain: Chain, starts: Seq[int], first: int, end: int) -> int:
-        """Up to which token, from the first on, each tier keeps what it should."""
+    def _kept(
+        self, keeps: Callable[[str], bool], chain: Chain, starts: Seq[int], first: int, end: int
+    ) -> int:
+        """Up to which token, from the first on, all is kept."""
         for one in self._index.find(chain, starts, end):
             if one.end > first:
-                if not self._stores.keeps(one.piece.name):
+                if not keeps(one.piece.name):
                     break
                 first = one.end
         return first
@@ -137,19 +147,30 @@ class PrefixTiers:
                 self._index.discard(shorter)
                 self._stores.discard(shorter.name)
             self._index.add(piece, tokens)
+        if self.num_pieces > self._most_pieces:
+            self._most_pieces = float("inf")  # until that is done
+            self._stores.aside(self._prune)
+
+    def _prune(self) -> None:
+        self._index.prune(self._stores.has)
+        self._most_pieces = max(MANY_PIECES, 2 * self.num_pieces)
 
     def save_idle(self, most: int = IDLE_TOKENS) -> None:
-        """Write at least that many tokens to the disk that a restart would lose: the last first."""
-        if self._stores.disk is None or self._saved_at == self._cache.idle.clock:
+        """Write at least that many tokens to the disk that a restart would lose: the last first, as
+        many as it has room for."""
+        stores = self._stores
+        if stores.disk is None or self._saved_at == self._cache.idle.clock:
             return
+        room = stores.disk.budget // stores.bytes_per_token
         runs = [run for run in self._cache.tree if run.is_wanted or run.is_shared]
         for run in sorted(runs, key=lambda run: run.last_used, reverse=True):
-            saves = self._unsaved(run) if run.computed else []
+            room -= run.computed
+            if most <= 0 or room < 0:
+                break
+            saves = self._unsaved(run, stores.is_written) if run.computed else []
             self._evicted += saves
             most -= sum(len(save.tokens) for save in saves)
-            if most <= 0:
-                break
-        else:
+        if most > 0:
             self._saved_at = self._cache.idle.clock
         self.save_evicted()
 
@@ -212,7 +233,7 @@ class PrefixTiers:
     def load(self, sequence: Sequence, run: Run, found: list[Found], at: int, end: int) -> bool:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
-        parts, metrics = [], sequence.state.metrics
+        parts, used, metrics = [], [], sequence.state.metrics
         for one in reversed(found):  # what is used first is kept longest
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
@@ -222,9 +243,11 @@ class PrefixTiers:
             if a < b:
                 slots = run.slots(a - run.start, b - run.start)
                 parts.append(Part(kv[a - one.start : b - one.start], slots, kv))
-                from_disk = self._stores.note_use(one.piece.name, b - a)
-                metrics.num_disk_tokens += (b - a) * from_disk
-                metrics.num_host_tokens += (b - a) * (not from_disk)
+                used.append((one.piece.name, b - a))
+        for name, count in used:
+            from_disk = self._stores.note_use(name, count)
+            metrics.num_disk_tokens += count * from_disk
+            metrics.num_host_tokens += count * (not from_disk)
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True

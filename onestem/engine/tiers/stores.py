@@ -3,7 +3,6 @@ write files while steps go on."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ __all__ = ["TierStats", "TierStores"]
 MOST_READERS = 8  # threads; each reads, checks and puts into pinned memory
 MOST_READ_AHEAD = 64  # read and not used, where the host's store has no room for them
 MOST_UNWRITTEN = 1 << 30  # bytes that wait to be written; what comes beyond is not written
+MOST_FRESH = 1 << 12  # names of what was read and is not used yet; then all count as used
 LISTED_SECONDS = 5.0  # after which others may have written files that are looked for
 
 
@@ -124,21 +124,26 @@ class TierStores:
             future = self._readers.submit(self._timed_read, name, num_tokens)
             self.reading[name] = future
         while len(self.reading) > MOST_READ_AHEAD:
-            done = next((name for name, one in self.reading.items() if one.done()), None)
+            # Readers take out what goes to the host.
+            done = next((name for name, one in list(self.reading.items()) if one.done()), None)
             if done is None:
                 break
-            del self.reading[done]
+            self.reading.pop(done, None)
         return future
 
     def _timed_read(self, name: str, num_tokens: int) -> Tensor | None:
-        assert self.disk is not None
+        host, disk = self.host, self.disk  # in this order: after `forget` none gets what is old
+        if disk is None:
+            return None
         started = time.perf_counter()
         kv = self.copies.host_rows(num_tokens)
-        if not self.disk.read(name, kv):
+        if not disk.read(name, kv):
             return None
+        if len(self._fresh) >= MOST_FRESH:
+            self._fresh.clear()
         self._fresh.add(name)
         self.rates.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
-        if self.host is not None and self.host.put(name, kv):
+        if host is not None and host.put(name, kv):
             self.reading.pop(name, None)
         return kv
 
@@ -171,7 +176,15 @@ class TierStores:
     def keeps(self, name: str) -> bool:
         """Whether nothing is to be done to keep it in each tier."""
         on_host = self.host is None or name in self.host
-        return on_host and (self.disk is None or name in self._writing or self.on_disk(name))
+        return on_host and (self.disk is None or self.is_written(name))
+
+    def is_written(self, name: str) -> bool:
+        """Whether it has a file, or will have."""
+        return name in self._writing or self.on_disk(name)
+
+    def has(self, name: str) -> bool:
+        """Whether a tier has it."""
+        return self.on_host(name) or self.is_written(name)
 
     def save(self, parts: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> None:
         """Keep what is in KV memory: names, tokens (int32 `[n]`) and slots (int64 `[n]`)."""
@@ -186,20 +199,24 @@ class TierStores:
         self.stats.saved_tokens += len(tokens)
         if self.host is not None and name not in self.host:
             self.host.put(name, kv)
-        to_disk = self.disk is not None and name not in self._writing and not self.on_disk(name)
+        if self.disk is None or self.is_written(name):
+            return
         unwritten = sum(size for _, size in list(self._writing.values()))
-        if to_disk and unwritten + kv.nbytes <= MOST_UNWRITTEN:
+        if not unwritten or unwritten + kv.nbytes <= MOST_UNWRITTEN:
             ids = torch.from_numpy(np.array(tokens, np.int32))
             future = self._writer.submit(self._write, name, ids, kv, wait)
             self._writing[name] = future, kv.nbytes
             future.add_done_callback(lambda _: self._writing.pop(name, None))
-        elif to_disk:
+        elif self.host is not None and len(self._later) < len(self.host):
             self._later.append((name, np.array(tokens, np.int32), wait))
+        else:
+            self.stats.not_written += 1
 
     def _write(self, name: str, tokens: Tensor, kv: Tensor, wait: Callable[[], object]) -> None:
         assert self.disk is not None
         wait()
-        self.stats.not_written += not self.disk.put(name, kv, tokens)
+        written = self.disk.put(name, kv, tokens)
+        self.stats.not_written += not written  # not in one: others count while it is written
         self._damaged.discard(name)
         while self._later:  # what is in host memory still
             name, ids, wait = self._later.popleft()
@@ -208,7 +225,12 @@ class TierStores:
                 self.stats.not_written += 1
             elif not self.on_disk(name):
                 wait()
-                self.stats.not_written += not self.disk.put(name, rows, torch.from_numpy(ids))
+                written = self.disk.put(name, rows, torch.from_numpy(ids))
+                self.stats.not_written += not written
+
+    def aside(self, function: Callable[[], object]) -> None:
+        """Have a thread call something that asks for files."""
+        self._readers.submit(function)
 
     def list_files(self) -> Future[None] | None:
         """Look for files of others; None: that was done shortly before."""
@@ -225,11 +247,6 @@ class TierStores:
         so the disk is not used any more."""
         self.flush()
         self.disk = None
-        for future in self.reading.values():
-            future.cancel()
-        for future in list(self.reading.values()):
-            with contextlib.suppress(Exception):
-                future.exception()  # a file that is being read goes to the host
         self.clear_host()
 
     def clear_host(self) -> None:

@@ -54,11 +54,21 @@ class PageRows:
 
     Args:
         every: pages `[num_pages, page_size, num_kv_heads, head_dim]` of 2 or 4 bytes a value, in
-            either layout; their memory must stay where it is.
+            either layout.
     """
 
     def __init__(self, every: Sequence[Tensor]) -> None:
-        fields, first = [], 0
+        self._every = every
+        self._places: list[int] = []
+        self._locate()
+
+    def _locate(self) -> None:
+        """Note where the pages are: an engine that slept has other memory."""
+        places = [pages.data_ptr() for pages in self._every]
+        if places == self._places:
+            return
+        self._places = places
+        every, fields, first = self._every, [], 0
         for pages in every:
             _, self._page_size, heads, dim = pages.shape
             strides = page_strides(pages, pages)
@@ -77,6 +87,7 @@ class PageRows:
         self._launch(slots, first, count, rows, out=False)
 
     def _launch(self, slots: Tensor, first: int, count: int, rows: Tensor, *, out: bool) -> None:
+        self._locate()
         _move[len(self._table), triton.cdiv(count, _TOKENS)](
             self._table, slots, first, rows.view(torch.int16 if self._bits == 16 else torch.int32),
             count, self._width, self._page_size,
