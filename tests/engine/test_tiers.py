@@ -432,7 +432,7 @@ def test_an_idle_engine_saves_once(tiny, tmp_path, monkeypatch, disk):
 def test_what_is_larger_than_all_that_may_wait_is_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("onestem.engine.tiers.stores.MOST_UNWRITTEN", 1)
     engine = engine_with(tiny("llama"), tmp_path, host=0)
-    answer(engine, requests_for([long_prompts(1)[0][:30]]))
+    answer(engine, requests_for([long_prompts(1)[0][:20]]))
     engine.close()
     assert len(list(tmp_path.iterdir())) == 1
 
