@@ -143,7 +143,7 @@ def test_a_file_of_another_model_is_not_used(tiny, tmp_path):
     for path in list(tmp_path.iterdir()):  # under the name that it would have for the other
         store = DiskStore(tmp_path, MIB, "two")
         for segment in (s for c in compiled for s in c.segments if s.key):
-            other = store.path(module_name("", segment.key))
+            other = store.path(module_name("two", "", segment.key))
             if not other.exists():
                 other.write_bytes(path.read_bytes())
                 break
@@ -162,7 +162,7 @@ def test_what_a_waiting_request_wants_is_read_ahead(tiny, tmp_path):
     for future in list(engine.tiers.stores.reading.values()):
         future.result()
     cached = [segment for segment in compiled.segments if segment.kind == "cached"]
-    assert all(module_name("", s.key) in engine.tiers.stores.host for s in cached)
+    assert all(module_name("model", "", s.key) in engine.tiers.stores.host for s in cached)
     engine.abort("0")
     assert same(first, run(engine, [compiled]))
     assert engine.tiers.stats.from_disk_tokens == sum(len(s.token_ids) for s in cached)
@@ -190,7 +190,7 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     tiers, modules = both.stores, both.modules
     monkeypatch.setattr(tiers.copies, "is_aside", True)
     module = next(s for s in compiled.segments if s.kind == "cached")
-    name, count = module_name("", module.key), len(module.token_ids)
+    name, count = module_name("model", "", module.key), len(module.token_ids)
     run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
     assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
     modules.prefetch([("", module.key, count)])

@@ -14,20 +14,25 @@ from onestem.engine.tiers.stores import TierStores
 __all__ = ["ModuleTiers", "module_name"]
 
 
-def module_name(salt: str, key: object) -> str:
-    """What a module is called in every store."""
-    return hashlib.blake2b(repr((salt, key)).encode(), digest_size=16).hexdigest()
+def module_name(identity: str, salt: str, key: object) -> str:
+    """What a module of a model is called in every store."""
+    return hashlib.blake2b(ascii((identity, salt, key)).encode(), digest_size=16).hexdigest()
 
 
 class ModuleTiers:
-    """What host memory and disk hold of the modules of one engine."""
+    """What host memory and disk hold of the modules of one engine.
 
-    def __init__(self, stores: TierStores) -> None:
+    Args:
+        identity: what keys and values depend on besides a module's key.
+    """
+
+    def __init__(self, stores: TierStores, identity: str) -> None:
         self._stores = stores
+        self._identity = identity
 
     def has(self, run: ModuleRun) -> bool:
         """Whether a module is kept, and copying it beats computing it."""
-        stores, name = self._stores, _name(run)
+        stores, name = self._stores, self._name(run)
         if not run.kept:
             return False
         return stores.on_host(name) or (
@@ -36,30 +41,32 @@ class ModuleTiers:
 
     def prefetch(self, modules: Iterable[tuple[str, object, int]]) -> None:
         """Begin to read modules (salt, key, tokens) from the disk that will be wanted."""
-        self._stores.read([(module_name(salt, key), count) for salt, key, count in modules])
+        self._stores.read(
+            [(module_name(self._identity, salt, key), count) for salt, key, count in modules]
+        )
 
     def load(self, run: ModuleRun) -> bool:
         """Copy a module to its run's pages before the next step; False if no tier has it whole."""
         count = len(run.tokens)
-        kv = self._stores.take(_name(run), count)
+        name = self._name(run)
+        kv = self._stores.take(name, count)
         if kv is None:
             return False
-        self._stores.note_use(_name(run), count)
+        self._stores.note_use(name, count)
         self._stores.copies.into([Part(kv, run.slots(0, count), kv)]).join()
         return True
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
         """Keep those modules of a step's chunks that are complete with it."""
         self._stores.save(
-            (_name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)))
+            (self._name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)))
             for run in modules
             if run is not None and run.kept and run.complete and run.pages
         )
 
-
-def _name(run: ModuleRun) -> str:
-    """Of its salt and key; the rest of a run's name is of one process."""
-    if isinstance(run.name, tuple):
-        salt, key, *_ = run.name
-        return module_name(salt, key)
-    return module_name("", run.name)
+    def _name(self, run: ModuleRun) -> str:
+        """Of its salt and key; the rest of a run's name is of one process."""
+        if isinstance(run.name, tuple):
+            salt, key, *_ = run.name
+            return module_name(self._identity, salt, key)
+        return module_name(self._identity, "", run.name)

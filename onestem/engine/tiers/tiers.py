@@ -46,7 +46,7 @@ class KvTiers:
         """
         budget = 0 if host is None else host.budget
         stores = TierStores(copies_of(pages, budget), host=host, disk=disk)
-        return cls(stores, ModuleTiers(stores), PrefixTiers(stores, cache, identity))
+        return cls(stores, ModuleTiers(stores, identity), PrefixTiers(stores, cache, identity))
 
     @property
     def stats(self) -> TierStats:
