@@ -105,6 +105,21 @@ def test_what_must_be_refused_is(server, path, body):
     assert answer.json()["error"]["message"]
 
 
+def test_control_tokens_have_no_place_in_the_text(server):
+    """Places of tokens after one that the text leaves out are judged by what a reader sees."""
+    tokenizer = server.launcher.llms[0].tokenizer
+    control = next(
+        token for token in sorted(tokenizer.special_ids) if token not in tokenizer.end_ids
+    )
+    body = {"prompt": "The mill of", "max_tokens": 6, "temperature": 1.0, "seed": 7, "logprobs": 2}
+    body |= {"return_token_ids": True, "logit_bias": {str(control): 9.0}}
+    [case] = ANSWERED([Case(number=-1, kind="control", names=(), path=COMPLETIONS, body=body)])
+    headers = {"authorization": f"Bearer {SECRETS['alice']}"}
+    answer = httpx.post(f"{server.url}{COMPLETIONS}", json=body, headers=headers, timeout=60)
+    assert control in answer.json()["choices"][0]["token_ids"][:-1]
+    assert judged(case, reply_of(answer.status_code, answer.content)) == ("right", [])
+
+
 # ----------------------------------------------------------------------------- parts of it
 
 

@@ -90,13 +90,17 @@ class Alone:
         return [*before, *text[0]]
 
     def _reply(self, asked: Asked, outputs: Sequence[RequestOutput]) -> Reply:
-        assert self._llm.tokenizer is not None
+        tokenizer = self._llm.tokenizer
+        assert tokenizer is not None
         spelling = ResponseFormat(
             kind=asked.kind,
             model=self._llm.name,
             logprobs=asked.params.logprobs,
             return_token_ids=asked.return_token_ids,
-            token_bytes=self._llm.tokenizer.token_bytes,
+            token_bytes=tokenizer.token_bytes,
+            first_token_bytes=tokenizer.first_token_bytes,
+            special_ids=tokenizer.special_ids,
+            skips_special=asked.params.skip_special_tokens,
         )
         bodies = [json.loads(json.dumps(answer_body("", one, spelling))) for one in outputs]
         choices = [choice for body in bodies for choice in body["choices"]]
