@@ -492,3 +492,17 @@ def test_shared_prompts(tiny, tmp_path):
         assert found[0][request.request_id] == want[0][request.request_id]
         engine.cache.make_room(engine.cache.pool.num_pages)
     engine.close()
+
+
+def test_a_pinned_prefix_is_there_after_a_restart(tiny, tmp_path):
+    prompt = long_prompts(1)[0]
+    computed = []
+    for _ in range(2):
+        engine = engine_with(tiny("llama"), tmp_path, num_pages=64, max_model_len=256)
+        engine.requests.pin_prefix("header", prompt)
+        while engine.has_unfinished():
+            engine.step()
+        computed.append(engine.stats.processed_prompt_tokens)
+        assert engine.requests.prefixes()[0].ready
+        engine.close()
+    assert computed == [130, 1]

@@ -162,7 +162,9 @@ class PrefixTiers:
         if stores.disk is None or self._saved_at == self._cache.idle.clock:
             return
         room = stores.disk.budget // stores.bytes_per_token
-        runs = [run for run in self._cache.tree if run.is_wanted or run.is_shared]
+        # What was released before the last whole pass was looked at then; what is pinned never is.
+        new = (run for run in self._cache.tree if run.pins or run.last_used > self._saved_at)
+        runs = [run for run in new if run.is_wanted or run.is_shared]
         for run in sorted(runs, key=lambda run: run.last_used, reverse=True):
             room -= run.computed
             if most <= 0 or room < 0:

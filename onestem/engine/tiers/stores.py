@@ -214,6 +214,9 @@ class TierStores:
 
     def _write(self, name: str, tokens: Tensor, kv: Tensor, wait: Callable[[], object]) -> None:
         assert self.disk is not None
+        if time.monotonic() > self._until:
+            self.stats.not_written += 1
+            return
         wait()
         written = self.disk.put(name, kv, tokens)
         self.stats.not_written += not written  # not in one: others count while it is written
