@@ -112,7 +112,7 @@ def test_control_tokens_have_no_place_in_the_text(server):
         token for token in sorted(tokenizer.special_ids) if token not in tokenizer.end_ids
     )
     body = {"prompt": "The mill of", "max_tokens": 6, "temperature": 1.0, "seed": 7, "logprobs": 2}
-    body |= {"return_token_ids": True, "logit_bias": {str(control): 9.0}}
+    body |= {"return_token_ids": True, "logit_bias": {str(control): 100.0}}
     [case] = ANSWERED([Case(number=-1, kind="control", names=(), path=COMPLETIONS, body=body)])
     headers = {"authorization": f"Bearer {SECRETS['alice']}"}
     answer = httpx.post(f"{server.url}{COMPLETIONS}", json=body, headers=headers, timeout=60)

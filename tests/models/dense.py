@@ -12,6 +12,8 @@ from onestem.models.config import ModelConfig
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.description import Alibi
 from onestem.ops import Angles, Heads
+from onestem.ops.cpu import is_built
+from onestem.ops.cpu.extension import chosen_isa
 from onestem.ops.layers import rotated
 from tests.models.tiny import load_oracle
 
@@ -20,6 +22,18 @@ __all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
 
 # (layer, row, key)
 Triple = tuple[int, int, int]
+
+
+def most_off() -> float:
+    """How much further log-probabilities may be off, with weights that stay in their blocks, than
+    with their numbers in 16 bits. Products of bytes round rows to 8 bits: a digit less."""
+    slack = 1.5
+    return slack * (1 + rows_are_bytes())
+
+
+def rows_are_bytes() -> bool:
+    """Whether products with codes round their rows to 8 bits on this machine."""
+    return is_built() and chosen_isa() in ("avx512_bf16", "amx_bf16")
 
 
 def prompt(length: int, vocab_size: int, seed: int = 0) -> Tensor:

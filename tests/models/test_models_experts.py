@@ -21,11 +21,10 @@ from onestem.models.mlp import ExpertLayer, SortedBlocks
 from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.weights import checked_config, load_decoder
 from onestem.ops.cpu import is_built
-from onestem.ops.cpu.extension import chosen_isa
 from onestem.ops.triton.experts import GroupedExperts
 from onestem.ops.triton.tiled_experts import TiledExperts
 from tests.models.as_gguf import CHANGES, write_gguf
-from tests.models.dense import log_probabilities, prompt
+from tests.models.dense import log_probabilities, most_off, prompt
 from tests.models.quantised import FORMATS, Format, dequantised, fp8_blocks, mxfp4, quantised
 from tests.models.tiny import make_tiny
 
@@ -148,8 +147,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_experts_of_a_gguf_file_stay_in_its_blocks(
     files: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off by no more than their numbers in 16 bits; where products of bytes round rows to 8 bits,
-    by no more than twice that: bf16 has 8 digits of each value, bytes 7 of a group's largest."""
+    """Off by no more than their numbers in 16 bits (`most_off`)."""
     path = files(kind)
     exact = answers(path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
@@ -164,8 +162,7 @@ def test_experts_of_a_gguf_file_stay_in_its_blocks(
         )
     off = (log_probabilities(decoder, IDS) - exact).abs().mean()
     monkeypatch.setattr(weights, "kept_by", lambda *_: lambda scheme: False)
-    most = 2.0 if chosen_isa() in ("avx512_bf16", "amx_bf16") else 1.5
-    assert off < most * (answers(path, torch.bfloat16) - exact).abs().mean()
+    assert off < most_off() * (answers(path, torch.bfloat16) - exact).abs().mean()
 
 
 @pytest.mark.parametrize(
