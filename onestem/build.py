@@ -143,9 +143,10 @@ def _num_pages(
 
 def _keep_below(engine: Engine, path: Path) -> None:
     """Give the engine the tiers below KV memory that its options name; `path`: of its model."""
-    options, disk = engine.options, None
-    host, identity = parse_memory(options.host_kv), kv_identity(options, path)
+    options, disk, identity = engine.options, None, ""  # of one process, unless there are files
+    host = parse_memory(options.host_kv)
     if options.disk_kv is not None:
+        identity = kv_identity(options, path)
         disk = DiskStore(Path(options.disk_kv), parse_memory(options.disk_kv_size), identity)
         # What is read for a request must stay until it is admitted.
         token = engine.weights.decoder.kv_bytes_per_token
@@ -157,7 +158,7 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     """What keys and values depend on besides tokens and labels; `options` are an engine's, `path`
     is its model's directory."""
     files = path.iterdir() if path.is_dir() else [path]
-    changed = max((file.stat().st_mtime_ns for file in files), default=0)
+    changed = max((file.stat().st_mtime_ns for file in files if file.is_file()), default=0)
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"

@@ -696,3 +696,18 @@ def test_a_call_collects_nothing_that_was_there_before(llm, monkeypatch):
     assert 2 not in passes
     assert planned == [True] * 3  # before anything is computed
     assert gc.get_freeze_count() == 0
+
+
+def test_without_a_folder_no_weights_are_hashed(model, monkeypatch):
+    """What keys and values depend on is asked for files alone: it reads the model's."""
+    monkeypatch.setattr("onestem.build.model_identity", lambda path: pytest.fail("it was read"))
+    with LLM(model, host_kv="1MiB", **OPTIONS):
+        pass
+
+
+def test_a_broken_link_beside_the_weights_is_no_weight(model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "notes.md").symlink_to(tmp_path / "gone")
+    with LLM(folder, disk_kv=tmp_path / "kv", **OPTIONS) as llm:
+        assert llm.engine.tiers is not None
