@@ -19,7 +19,6 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.ops.kv import read_kv
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import (
-    TOLERANCE,
     answer,
     make_engine,
     record_logprobs,
@@ -27,6 +26,7 @@ from tests.engine.harness import (
     shared_prompts,
 )
 from tests.engine.pml_harness import compiled_prompts, pml_request
+from tests.engine.test_pml_tiers import empty, flip, same, truncate
 from tests.models.changed import changed_model, tensors_of
 
 MIB = 1 << 20
@@ -63,12 +63,6 @@ def run(engine, requests):
         engine.tiers.stores.flush()
     tokens = {name: [one.token_ids for one in out.outputs] for name, out in outputs.items()}
     return tokens, dict(seen), {n: o.metrics.num_computed_tokens for n, o in outputs.items()}
-
-
-def same(first, second) -> bool:
-    return first[0] == second[0] and all(
-        (values - second[1][key]).abs().max() < TOLERANCE for key, values in first[1].items()
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_image", "qwen3_moe"])
@@ -179,20 +173,6 @@ def test_another_model_finds_nothing(tiny, tmp_path):
         engine.close()
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
 def another(path):
     others = sorted(one for one in path.parent.iterdir() if one != path)
     path.write_bytes(others[0].read_bytes())
@@ -226,7 +206,7 @@ def many_tokens(path):
     path.rename(path.with_name(path.stem.rpartition("-")[0] + "-999999999.safetensors"))
 
 
-DAMAGES = [flip, cut, empty, another, folder, os.unlink]
+DAMAGES = [flip, truncate, empty, another, folder, os.unlink]
 HOSTILE = [metadata_of_a_list, pipe, no_tokens, many_tokens]
 
 

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onestem.cache.pieces import PIECE_TOKENS
 from onestem.engine.tiers.arena import PinnedArena
 
 __all__ = ["Copied", "KvCopies", "Part", "copies_of"]
 
-BUFFER_TOKENS = 512  # a GPU's buffers hold so many
 _BITS = {2: np.int16, 4: np.int32}
 
 
@@ -201,7 +201,7 @@ class _GpuCopies:
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
         self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
-        shape = (BUFFER_TOKENS, self.width)
+        shape = (PIECE_TOKENS, self.width)
         self._buffers = [torch.empty(shape, dtype=self.dtype, device=self._device) for _ in "123"]
         self._emptied = [torch.cuda.Event() for _ in "12"]  # the first two, for copies out
         self._next = 0
@@ -270,6 +270,6 @@ def _pieces(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
     """Rows that a buffer holds, and their index in all parts together."""
     at = 0
     for rows in parts:
-        for piece in rows.split(BUFFER_TOKENS):
+        for piece in rows.split(PIECE_TOKENS):
             yield piece, at
             at += len(piece)

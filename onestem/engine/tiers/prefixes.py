@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -108,12 +109,8 @@ class PrefixTiers:
         """Pieces of a run, from an index of its tokens on, that are not kept. They begin where
         others of the same tokens would."""
         path = run.path()
-        stretches = tuple(Stretch(node.start, node.label) for node in path)
-        stretches = tuple(
-            one
-            for before, one in zip((None, *stretches), stretches, strict=False)
-            if before is None or before.label != one.label
-        )
+        labelled = groupby(path, key=lambda node: node.label)
+        stretches = tuple(Stretch(next(nodes).start, label) for label, nodes in labelled)
         start, end = run.start + first, run.start + run.computed
         if storable(stretches, end) < end:
             return []
