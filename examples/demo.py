@@ -20,7 +20,9 @@ from rich.table import Table
 from onestem.cli.batch import JobProgress
 from onestem.jobs import run_file
 from onestem.llm import LLM
+from onestem.options import ShareMode
 
+MODES: dict[ShareMode, str] = {"full": "shared", "off": "not shared"}
 HERE = Path(__file__).parent
 
 
@@ -44,20 +46,21 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     expected = json.loads(options.answers.read_text())
-    results = {share: run(options, expected, share) for share in ("full", "off")}
-    show(results["full"], results["off"])
-    if results["full"].right < 0.95 * results["full"].total:
+    shared, apart = (run(options, expected, share) for share in MODES)
+    show(shared, apart)
+    if shared.right < 0.95 * shared.total:
         sys.exit("fewer than 95% of the answers are right")
 
 
-def run(options: argparse.Namespace, expected: dict[str, str], share: str) -> Result:
+def run(options: argparse.Namespace, expected: dict[str, str], share: ShareMode) -> Result:
     """Answer the job in one mode; the clock runs from opening the job to its last line."""
     llm = LLM(options.model, device=options.device, share=share, kv_memory="1GiB")
-    label = {"full": "shared", "off": "not shared"}[share]
+    label = MODES[share]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "answers.jsonl"
         started = time.perf_counter()
-        with JobProgress(label=label) as progress:
+        print(f"{label}:", file=sys.stderr)
+        with JobProgress() as progress:
             run_file(llm, options.job, output, on_progress=progress)
         seconds = time.perf_counter() - started
         answers = dict(map(read_answer, output.read_text().splitlines()))
