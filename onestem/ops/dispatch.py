@@ -70,10 +70,13 @@ def resolve(
     device: torch.device | str = "cpu",
     *,
     heads: Collection[tuple[int, int]] = ((64, 1),),
+    deterministic: bool = False,
 ) -> AttentionImpl:
     """The implementation of a name. `auto` is the fastest that runs on the device and takes all of
-    `heads`: (size, query heads per KV head) each. A named one that cannot run raises
-    `UnsupportedError`."""
+    `heads`: (size, query heads per KV head) each. A named one that cannot run, or that is not
+    `deterministic` where it has to be, raises `UnsupportedError`."""
+    if deterministic:
+        return _deterministic(name, torch.device(device).type, heads)
     if name == "auto":
         return _fastest(torch.device(device).type, heads)
     if name == "triton":
@@ -103,6 +106,18 @@ def _fastest(device_type: str, heads: Collection[tuple[int, int]]) -> AttentionI
     if device_type == "cpu" and is_built() and all(takes_size(size) for size, _ in heads):
         return CpuAttention()
     return _IMPLS["torch"]
+
+
+def _deterministic(
+    name: str, device_type: str, heads: Collection[tuple[int, int]]
+) -> AttentionImpl:
+    impl = _fastest(device_type, heads) if name == "auto" else resolve(name)
+    if isinstance(impl, CpuAttention):
+        return CpuAttention(deterministic=True)
+    raise UnsupportedError(
+        f"attention implementation {impl.name!r} is not deterministic, 'cpu' alone is (heads of a "
+        "multiple of 8, on a CPU, with the compiled extension): leave deterministic out"
+    )
 
 
 def _triton() -> AttentionImpl | None:

@@ -61,11 +61,13 @@ class CpuAttention:
     Args:
         isa: instruction set, by default the one in use.
         cost: by default the instruction set's for the dtype.
+        deterministic: a row's bits depend on what it sees alone, not on the rest of the plan.
     """
 
     name: str = "cpu"
     isa: str | None = None
     cost: CpuCost | None = None
+    deterministic: bool = False
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return True
