@@ -56,6 +56,7 @@ struct WorkView {
   const Run* runs;
   const int32_t* row_position;
   int32_t window;  // 0: none
+  bool grid;       // see `make_work`
   const Piece* pieces;
   const int32_t* rows;    // [parts]: rows of all items
   const int32_t* states;  // [parts]: where a row's state goes; -1: it is the row's only one
@@ -166,6 +167,9 @@ struct Kernels {
   int64_t (*tokens_from)(const float* logits, int64_t count, float least, int64_t room,
                          int32_t* ids);
 };
+
+// Positions of a segment (see `make_work`): a multiple of all kernels' tiles.
+constexpr int32_t kSegment = 256;
 
 // Query heads that a thin item multiplies at most with a KV head.
 constexpr int32_t kThinLanes = 8;

@@ -113,7 +113,7 @@ const WorkList& PreparedPlan::work(Dtype dtype, const Heads& heads, int32_t thre
   auto& list = lists_[{dtype, heads.q_heads, heads.kv_heads, heads.dim, threads}];
   if (!list) {
     list = std::make_unique<WorkList>(
-        make_work(plan_, share_, heads, kernels(dtype), cost_model(dtype), threads));
+        make_work(plan_, rules_, heads, kernels(dtype), cost_model(dtype), threads));
   }
   return *list;
 }

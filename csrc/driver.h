@@ -17,8 +17,8 @@ namespace onestem {
 class PreparedPlan {
  public:
   // `costs` empty: what the kernels assume.
-  PreparedPlan(Plan plan, bool share, const Kernels& kernels, std::vector<float> costs)
-      : plan_(std::move(plan)), share_(share), kernels_(kernels), costs_(std::move(costs)) {}
+  PreparedPlan(Plan plan, const Rules& rules, const Kernels& kernels, std::vector<float> costs)
+      : plan_(std::move(plan)), rules_(rules), kernels_(kernels), costs_(std::move(costs)) {}
 
   const Plan& plan() const { return plan_; }
   const KernelsOf& kernels(Dtype dtype) const { return kernels_.of[dtype]; }
@@ -32,7 +32,7 @@ class PreparedPlan {
   CostModel cost_model(Dtype dtype) const;
 
   Plan plan_;
-  bool share_;
+  Rules rules_;
   const Kernels& kernels_;
   std::vector<float> costs_;
   std::mutex mutex_;

@@ -45,7 +45,7 @@ const Kernels& kernels_of(const std::string& isa) {
 
 PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>& run_pages,
                         const Ints<2>& runs, const Ints<2>& spans, const Ints<1>& row_position,
-                        int32_t window, bool share, std::vector<float> costs) {
+                        int32_t window, bool share, std::vector<float> costs, bool grid) {
   Plan plan{page_size,
             window,
             copy_rows<int32_t>(run_pages),
@@ -53,7 +53,7 @@ PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>
             copy_rows<Span>(spans),
             copy_rows<int32_t>(row_position)};
   if (!costs.empty() && costs.size() != 9) throw nb::value_error("expected 9 costs");
-  return new PreparedPlan(std::move(plan), share, kernels_of(isa), std::move(costs));
+  return new PreparedPlan(std::move(plan), {share, grid}, kernels_of(isa), std::move(costs));
 }
 
 void attend_plan(PreparedPlan& plan, int dtype, uintptr_t q, uintptr_t k, uintptr_t v,
@@ -225,7 +225,8 @@ NB_MODULE(ONESTEM_MODULE, m) {
       .def("last_page", &PreparedPlan::last_page)
       .def("describe", describe)
       .def("attend", attend_plan);
-  m.def("make_plan", make_plan, nb::rv_policy::take_ownership);
+  m.def("make_plan", make_plan, nb::rv_policy::take_ownership, nb::arg(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid") = false);
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);

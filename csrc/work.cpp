@@ -5,12 +5,14 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <stdexcept>
+#include <unordered_map>
 
 namespace onestem {
 
 WorkView WorkList::view(const Plan& plan) const {
   return {plan.page_size, plan.num_rows(),   plan.run_pages.data(), plan.runs.data(),
-          plan.row_position.data(), plan.window, pieces.data(), rows.data(),
+          plan.row_position.data(), plan.window, grid, pieces.data(), rows.data(),
           states.data(), merges.data()};
 }
 
@@ -63,14 +65,38 @@ class Estimate {
   int32_t lanes_;
 };
 
-// Finds the units of a plan. An atom is a set of consecutive rows with the same spans: a decode, a
-// chunk. It walks its spans one after the other, without a merge; a stretch of a run that several
-// atoms see becomes a unit of its own where reading it once saves more than the merge costs.
+// Sets of consecutive rows with the same spans: a decode, a chunk.
+struct Atoms {
+  std::vector<int32_t> bounds;  // atom a: rows bounds[a]..bounds[a + 1]-1
+  std::vector<int32_t> of_row;  // [num_rows + 1]
+
+  explicit Atoms(const Plan& plan) {
+    std::vector<uint8_t> cut(static_cast<size_t>(plan.num_rows()) + 1, 0);
+    for (const Span& s : plan.spans) cut[s.row] = cut[s.row + s.rows] = 1;
+    cut[0] = cut[plan.num_rows()] = 1;
+    of_row.resize(cut.size());
+    for (int32_t row = 0; row <= plan.num_rows(); ++row) {
+      if (cut[row]) bounds.push_back(row);
+      of_row[row] = static_cast<int32_t>(bounds.size()) - 1;
+    }
+  }
+  size_t count() const { return bounds.size() - 1; }
+  int32_t rows(size_t atom) const { return bounds[atom + 1] - bounds[atom]; }
+
+  // What an atom sees by a span of its rows.
+  Piece piece(const Span& s, size_t atom) const {
+    const int32_t end = s.end + (bounds[atom] - s.row) * s.step;
+    return {s.run, s.first, end + (rows(atom) - 1) * s.step, s.first, end, s.step};
+  }
+};
+
+// Finds the units of a plan. An atom walks its spans one after the other, without a merge; a stretch
+// of a run that several atoms see becomes a unit of its own where reading it once saves more than the
+// merge costs.
 class Units {
  public:
   Units(const Plan& plan, bool share, const Estimate& estimate)
-      : plan_(plan), estimate_(estimate) {
-    find_atoms();
+      : plan_(plan), estimate_(estimate), atoms_(plan), walks_(atoms_.count()) {
     find_groups(share);
     for (int32_t i = 0; i < num_spans(); ++i) {
       if (leader_[i] == i) place_group(i);
@@ -84,18 +110,6 @@ class Units {
 
  private:
   int32_t num_spans() const { return static_cast<int32_t>(plan_.spans.size()); }
-
-  void find_atoms() {
-    std::vector<uint8_t> cut(static_cast<size_t>(plan_.num_rows()) + 1, 0);
-    for (const Span& s : plan_.spans) cut[s.row] = cut[s.row + s.rows] = 1;
-    cut[0] = cut[plan_.num_rows()] = 1;
-    atom_of_.resize(cut.size());
-    for (int32_t row = 0; row <= plan_.num_rows(); ++row) {
-      if (cut[row]) bounds_.push_back(row);
-      atom_of_[row] = static_cast<int32_t>(bounds_.size()) - 1;
-    }
-    walks_.resize(bounds_.size() - 1);
-  }
 
   static bool moves(const Span& s) { return s.step == 1 && s.rows > 1; }
 
@@ -135,7 +149,7 @@ class Units {
     int32_t lanes = 0;
     if (shared_ && !moves(s)) {
       for_atoms(leader, [&](int32_t, int32_t atom) {
-        const int32_t n = estimate_.lanes_of(bounds_[atom + 1] - bounds_[atom]);
+        const int32_t n = estimate_.lanes_of(atoms_.rows(atom));
         const double alone = estimate_.attend(n, tokens);
         if (alone > estimate_.in_wide(n, tokens) + estimate_.states(n)) {
           together.push_back(atom);
@@ -162,14 +176,15 @@ class Units {
   void for_atoms(int32_t leader, Visit visit) const {
     for (int32_t i = leader; i >= 0; i = next_[i]) {
       const Span& s = plan_.spans[i];
-      for (int32_t a = atom_of_[s.row]; a < atom_of_[s.row + s.rows]; ++a) visit(i, a);
+      for (int32_t a = atoms_.of_row[s.row]; a < atoms_.of_row[s.row + s.rows]; ++a) visit(i, a);
     }
   }
 
   Unit shared_unit(const Span& s, const std::vector<int32_t>& atoms) const {
     Unit unit;
     for (int32_t atom : atoms) {
-      for (int32_t row = bounds_[atom]; row < bounds_[atom + 1]; ++row) unit.rows.push_back(row);
+      const int32_t row = atoms_.bounds[atom];
+      for (int32_t j = 0; j < atoms_.rows(atom); ++j) unit.rows.push_back(row + j);
     }
     unit.pieces.push_back({s.run, s.first, s.end, s.first, s.end, 0});
     return unit;
@@ -177,23 +192,147 @@ class Units {
 
   Unit atom_unit(size_t atom) const {
     Unit unit;
-    unit.rows.resize(bounds_[atom + 1] - bounds_[atom]);
-    std::iota(unit.rows.begin(), unit.rows.end(), bounds_[atom]);
-    for (int32_t i : walks_[atom]) {
-      const Span& s = plan_.spans[i];
-      const int32_t end = s.end + (bounds_[atom] - s.row) * s.step;
-      unit.pieces.push_back({s.run, s.first, end, s.first, end, s.step});
-    }
+    unit.rows.resize(atoms_.rows(atom));
+    std::iota(unit.rows.begin(), unit.rows.end(), atoms_.bounds[atom]);
+    for (int32_t i : walks_[atom]) unit.pieces.push_back(atoms_.piece(plan_.spans[i], atom));
     return unit;
   }
 
   const Plan& plan_;
   const Estimate& estimate_;
+  Atoms atoms_;
   bool shared_ = false;
-  std::vector<int32_t> bounds_;   // atom a: rows bounds_[a]..bounds_[a + 1]-1
-  std::vector<int32_t> atom_of_;  // [num_rows + 1]
   std::vector<int32_t> leader_, next_;
   std::vector<std::vector<int32_t>> walks_;  // spans of each atom
+};
+
+// The units on the grid. Atoms whose first segments are the same tokens walk them together; what an
+// atom sees besides is a unit for each segment, or one for all if nothing is shared.
+class GridUnits {
+ public:
+  GridUnits(const Plan& plan, bool share)
+      : plan_(plan), atoms_(plan), walks_(atoms_.count()), shared_(atoms_.count()) {
+    for (const Span& s : plan.spans) {
+      for (int32_t a = atoms_.of_row[s.row]; a < atoms_.of_row[s.row + s.rows]; ++a) {
+        const Piece piece = atoms_.piece(s, a);
+        if (piece.hi > piece.lo) walks_[a].push_back(piece);
+      }
+    }
+    for (size_t atom = 0; atom < walks_.size(); ++atom) put_in_order(atom);
+    if (share) find_shared();
+    for (size_t atom = 0; atom < walks_.size(); ++atom) add_own(atom);
+    std::stable_sort(units.begin(), units.end(), [&](const Unit& a, const Unit& b) {
+      return start_of(a.pieces[0]) < start_of(b.pieces[0]);
+    });
+  }
+
+  std::vector<Unit> units;
+
+ private:
+  using Key = std::vector<int32_t>;
+  struct Hash {
+    size_t operator()(const Key& key) const {
+      uint64_t hash = 0xcbf29ce484222325;
+      for (int32_t word : key) hash = (hash ^ static_cast<uint32_t>(word)) * 0x100000001b3;
+      return hash;
+    }
+  };
+
+  int32_t start_of(const Piece& p) const { return plan_.runs[p.run].position + p.lo; }
+  int32_t stop_of(const Piece& p) const { return plan_.runs[p.run].position + p.hi; }
+  static int32_t next_segment(int32_t position) { return (position / kSegment + 1) * kSegment; }
+
+  void put_in_order(size_t atom) {
+    std::vector<Piece>& walk = walks_[atom];
+    std::sort(walk.begin(), walk.end(),
+              [&](const Piece& a, const Piece& b) { return start_of(a) < start_of(b); });
+    for (size_t i = 1; i < walk.size(); ++i) {
+      const Piece& before = walk[i - 1];
+      if (stop_of(before) != start_of(walk[i]) || (atoms_.rows(atom) > 1 && before.step != 0)) {
+        throw std::invalid_argument("a row sees tokens at positions with a gap between them");
+      }
+    }
+  }
+
+  // Behind the last position that all rows of the atom see.
+  int32_t whole_to(size_t atom) const {
+    const Piece& last = walks_[atom].back();
+    return plan_.runs[last.run].position + last.end;
+  }
+
+  // What of a walk is at positions from..to-1.
+  std::vector<Piece> cut(size_t atom, int32_t from, int32_t to) const {
+    std::vector<Piece> pieces;
+    for (Piece piece : walks_[atom]) {
+      const int32_t position = plan_.runs[piece.run].position;
+      piece.lo = std::max(piece.lo, from - position);
+      piece.hi = std::min(piece.hi, to - position);
+      if (piece.lo < piece.hi) pieces.push_back(piece);
+    }
+    return pieces;
+  }
+
+  // Finds segments that several atoms see whole, from their first on.
+  void find_shared() {
+    std::unordered_map<Key, std::vector<size_t>, Hash> seen;  // by tokens: atoms
+    std::vector<std::vector<const std::vector<size_t>*>> groups(walks_.size());
+    for (size_t atom = 0; atom < walks_.size(); ++atom) {
+      if (walks_[atom].empty()) continue;
+      const int32_t whole = whole_to(atom);
+      for (int32_t at = start_of(walks_[atom][0]); next_segment(at) <= whole; at = next_segment(at)) {
+        Key key;
+        for (const Piece& p : cut(atom, at, next_segment(at))) {
+          key.insert(key.end(), {p.run, p.lo, p.hi});
+        }
+        auto& atoms = seen[key];
+        atoms.push_back(atom);
+        groups[atom].push_back(&atoms);
+      }
+    }
+    for (size_t atom = 0; atom < walks_.size(); ++atom) add_shared(atom, groups[atom]);
+  }
+
+  // The units of shared segments whose first atom this is. Segments of the same atoms are walked in
+  // one go from their first on; behind it each has a state of its own.
+  void add_shared(size_t atom, const std::vector<const std::vector<size_t>*>& groups) {
+    if (groups.empty()) return;
+    int32_t at = start_of(walks_[atom][0]);
+    shared_[atom] = at;
+    for (size_t i = 0; i < groups.size() && groups[i]->size() > 1;) {
+      const auto& atoms = *groups[i];
+      int32_t to = next_segment(at);
+      for (++i; i < groups.size() && at == start_of(walks_[atom][0]) && *groups[i] == atoms; ++i) {
+        to = next_segment(to);
+      }
+      if (atoms[0] == atom) units.push_back(unit_of(atoms, atom, at, to));
+      at = shared_[atom] = to;
+    }
+  }
+
+  void add_own(size_t atom) {
+    if (walks_[atom].empty()) return;
+    const int32_t first = start_of(walks_[atom][0]), stop = stop_of(walks_[atom].back());
+    if (shared_[atom] <= first) return units.push_back(unit_of({atom}, atom, first, stop));
+    for (int32_t at = shared_[atom]; at < stop; at = next_segment(at)) {
+      units.push_back(unit_of({atom}, atom, at, std::min(stop, next_segment(at))));
+    }
+  }
+
+  Unit unit_of(const std::vector<size_t>& atoms, size_t walk, int32_t from, int32_t to) const {
+    Unit unit{{}, cut(walk, from, to)};
+    for (Piece& piece : unit.pieces) {
+      if (atoms.size() > 1) piece = {piece.run, piece.lo, piece.hi, piece.lo, piece.hi, 0};
+    }
+    for (size_t atom : atoms) {
+      for (int32_t j = 0; j < atoms_.rows(atom); ++j) unit.rows.push_back(atoms_.bounds[atom] + j);
+    }
+    return unit;
+  }
+
+  const Plan& plan_;
+  Atoms atoms_;
+  std::vector<std::vector<Piece>> walks_;
+  std::vector<int32_t> shared_;  // positions up to which each atom walks with others
 };
 
 // Some rows of a unit, with what they see of its pieces.
@@ -208,14 +347,17 @@ struct RowBlock {
 
 class Cutter {
  public:
-  Cutter(const Plan& plan, const Heads& heads, const KernelsOf& kernels, const CostModel& cost,
-         int32_t threads, const Estimate& estimate)
+  Cutter(const Plan& plan, bool grid, const Heads& heads, const KernelsOf& kernels,
+         const CostModel& cost, int32_t threads, const Estimate& estimate)
       : plan_(plan),
+        grid_(grid),
         heads_(heads),
         cost_(cost),
         estimate_(estimate),
         wide_rows_(std::max(1, kernels.wide_lanes(heads.dim) / heads.group())),
-        threads_(threads) {}
+        threads_(threads) {
+    work_.grid = grid;
+  }
 
   WorkList cut(const std::vector<Unit>& units) {
     for (const Unit& unit : units) cut_rows(unit);
@@ -239,8 +381,10 @@ class Cutter {
       find_pieces(block);
       if (block.pieces.empty()) continue;
       const int32_t lanes = estimate_.lanes_of(block.count);
-      block.wide = estimate_.is_wide(lanes);
-      block.cost = estimate_.attend(lanes, block.tokens) + estimate_.item();
+      block.wide = grid_ || estimate_.is_wide(lanes);
+      block.cost = (block.wide ? estimate_.wide(lanes, block.tokens)
+                               : estimate_.thin(lanes, block.tokens)) +
+                   estimate_.item();
       blocks_.push_back(std::move(block));
     }
   }
@@ -253,7 +397,7 @@ class Cutter {
     }
     for (Piece piece : block.unit->pieces) {
       piece.end += block.begin * piece.step;
-      piece.hi = piece.end + (block.count - 1) * piece.step;
+      piece.hi = std::min(piece.hi, piece.end + (block.count - 1) * piece.step);
       if (plan_.window) {
         const int64_t first = int64_t{oldest} - plan_.window + 1 - plan_.runs[piece.run].position;
         piece.lo = static_cast<int32_t>(std::clamp<int64_t>(first, piece.lo, piece.hi));
@@ -268,18 +412,37 @@ class Cutter {
   void cut_tokens(const RowBlock& block) {
     int64_t tokens = 0;
     for (const Piece& piece : block.pieces) tokens += piece.hi - piece.lo;
-    const double whole = block.cost * (block.wide ? 1 : heads_.kv_heads);
+    const bool apart = block.wide && !grid_;  // whether each KV head has items of its own
+    const double whole = block.cost * (apart ? 1 : heads_.kv_heads);
     const int64_t wanted =
         threads_ > 1 ? std::max<int64_t>(1, static_cast<int64_t>(std::ceil(whole / longest_))) : 1;
+    if (grid_) return cut_segments(block, tokens, wanted, whole);
     const int64_t parts = std::clamp<int64_t>(tokens / kShortestPart, 1, wanted);
     const int64_t head_parts =
-        block.wide ? heads_.kv_heads
-                   : std::min<int64_t>(heads_.kv_heads, (wanted + parts - 1) / parts);
+        apart ? heads_.kv_heads
+              : std::min<int64_t>(heads_.kv_heads, (wanted + parts - 1) / parts);
     for (int64_t i = 0; i < parts; ++i) {
       // Whole steps of kernels' tiles, so that no part ends in a short one.
       add_part(block, begin_of(i, parts, tokens), begin_of(i + 1, parts, tokens), head_parts,
-               whole / static_cast<double>(parts));
+               whole / static_cast<double>(apart ? parts : parts * head_parts));
     }
+  }
+
+  // The first part may be of several segments, the others are one each.
+  void cut_segments(const RowBlock& block, int64_t tokens, int64_t wanted, double whole) {
+    const int64_t head_parts = std::min<int64_t>(heads_.kv_heads, wanted);
+    const int64_t length = tokens * head_parts / wanted;
+    const Piece& piece = block.pieces[0];
+    const int64_t before = (plan_.runs[piece.run].position + piece.lo) % kSegment;
+    int64_t at = 0;
+    do {
+      const int64_t wished = wanted == head_parts ? tokens : at == 0 ? length : 1;
+      const int64_t segments = (before + at + wished + kSegment - 1) / kSegment;
+      const int64_t end = std::min(tokens, segments * kSegment - before);
+      const double part = static_cast<double>(end - at) / static_cast<double>(tokens);
+      add_part(block, at, end, head_parts, whole * part / static_cast<double>(head_parts));
+      at = end;
+    } while (at < tokens);
   }
 
   static int64_t begin_of(int64_t part, int64_t parts, int64_t tokens) {
@@ -305,7 +468,7 @@ class Cutter {
     item.num_pieces = static_cast<int32_t>(work_.pieces.size()) - item.pieces_at;
     const auto rows = block.unit->rows.begin() + block.begin;
     work_.rows.insert(work_.rows.end(), rows, rows + block.count);
-    item.cost = static_cast<float>(block.wide ? cost : cost / static_cast<double>(head_parts));
+    item.cost = static_cast<float>(cost);
     for (int64_t h = 0; h < head_parts; ++h) {
       item.head = static_cast<int32_t>(heads_.kv_heads * h / head_parts);
       item.num_heads = static_cast<int32_t>(heads_.kv_heads * (h + 1) / head_parts) - item.head;
@@ -335,6 +498,7 @@ class Cutter {
   static constexpr int64_t kPartStep = 32;
 
   const Plan& plan_;
+  bool grid_;
   const Heads& heads_;
   const CostModel& cost_;
   const Estimate& estimate_;
@@ -346,11 +510,12 @@ class Cutter {
 
 }  // namespace
 
-WorkList make_work(const Plan& plan, bool share, const Heads& heads, const KernelsOf& kernels,
-                   const CostModel& cost, int32_t threads) {
+WorkList make_work(const Plan& plan, const Rules& rules, const Heads& heads,
+                   const KernelsOf& kernels, const CostModel& cost, int32_t threads) {
   const Estimate estimate(cost, heads, kernels.lanes);
-  const Units units(plan, share, estimate);
-  return Cutter(plan, heads, kernels, cost, threads, estimate).cut(units.units);
+  Cutter cutter(plan, rules.grid, heads, kernels, cost, threads, estimate);
+  if (rules.grid) return cutter.cut(GridUnits(plan, rules.share).units);
+  return cutter.cut(Units(plan, rules.share, estimate).units);
 }
 
 }  // namespace onestem

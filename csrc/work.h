@@ -41,14 +41,24 @@ struct WorkList {
   std::vector<Merge> merges;    // [num_rows]
   std::vector<int32_t> empty_rows;
   int32_t num_states = 0;
+  bool grid = false;
   double cost = 0;  // nanoseconds of one core
 
   WorkView view(const Plan& plan) const;
 };
 
-// Items that together show each row what the plan shows it, each token once. With `share` false no
-// token is read for rows of two spans together.
-WorkList make_work(const Plan& plan, bool share, const Heads& heads, const KernelsOf& kernels,
-                   const CostModel& cost, int32_t threads);
+// How items may be cut. `share` false: no token is read for rows of two spans together. `grid`: where
+// they are cut depends on positions alone. Tiles lie on the grid; wide items fold them in order, from
+// nothing in each segment of kSegment positions, and the states of segments are folded in order: by
+// the item that begins with a row's first segment, or by the merge. A row's result then has the same
+// bits whatever the plan's other rows, runs and sharing are.
+struct Rules {
+  bool share, grid;
+};
+
+// Items that together show each row what the plan shows it, each token once. On the grid the spans of
+// a row have to follow one another without a gap; std::invalid_argument where they do not.
+WorkList make_work(const Plan& plan, const Rules& rules, const Heads& heads,
+                   const KernelsOf& kernels, const CostModel& cost, int32_t threads);
 
 }  // namespace onestem

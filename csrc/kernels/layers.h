@@ -4,22 +4,6 @@
 
 namespace onestem::ONESTEM_ISA {
 
-// visit(d, n): elements d..d+n-1 of `width`, a vector at a time (n < kLanes at the end).
-template <class Visit>
-__attribute__((always_inline)) inline void for_vectors(int64_t width, Visit visit) {
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) visit(d, kLanes);
-  if (d < width) visit(d, static_cast<int32_t>(width - d));
-}
-template <class T>
-__attribute__((always_inline)) inline vf get(const T* p, int32_t n) {
-  return n == kLanes ? load(p) : load_some(p, n);
-}
-template <class T>
-__attribute__((always_inline)) inline void put(T* p, vf x, int32_t n) {
-  n == kLanes ? store(p, x) : store_some(p, x, n);
-}
-
 inline float inverse_rms(float sum_of_squares, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares / static_cast<float>(width) + eps);
 }

@@ -52,6 +52,19 @@ inline vf tanh(vf y) {
   return with_sign_of((all(1.0f) - power - rest) / (all(1.0f) + power + rest), y);
 }
 
+// A state that is folded into another: what both are multiplied with, at the higher of two maxima.
+// A state that saw nothing, whose maximum is -inf and whose sum is 0, changes no bit of the other.
+struct Fold {
+  vf top, old, more;
+  Fold(vf top_so_far, vf top_of_more) : top(max(top_so_far, top_of_more)) {
+    // Where nothing was seen yet, any finite stand-in for -inf makes all factors 0.
+    const vf minus_top = zeros() - max(top, all(-3e38f));
+    old = exp2(top_so_far + minus_top);
+    more = exp2(top_of_more + minus_top);
+  }
+  vf operator()(vf sums, vf sums_of_more) const { return fma(sums_of_more, more, sums * old); }
+};
+
 // Restores the order of elements that were computed from what `load_pair` gave, a pair of vectors.
 template <class T>
 inline void in_order(float*) {}
@@ -77,6 +90,22 @@ inline void store_some(T* p, vf x, int32_t n) {
   T lanes[kLanes];
   store(lanes, x);
   for (int32_t i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+// visit(d, n): elements d..d+n-1 of `width`, a vector at a time (n < kLanes at the end).
+template <class Visit>
+__attribute__((always_inline)) inline void for_vectors(int64_t width, Visit visit) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) visit(d, kLanes);
+  if (d < width) visit(d, static_cast<int32_t>(width - d));
+}
+template <class T>
+__attribute__((always_inline)) inline vf get(const T* p, int32_t n) {
+  return n == kLanes ? load(p) : load_some(p, n);
+}
+template <class T>
+__attribute__((always_inline)) inline void put(T* p, vf x, int32_t n) {
+  n == kLanes ? store(p, x) : store_some(p, x, n);
 }
 
 }  // namespace onestem::ONESTEM_ISA

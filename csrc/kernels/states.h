@@ -9,12 +9,16 @@ struct Partial {
   float top, sum;
 };
 
+inline float first_of(vf x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  return lanes[0];
+}
+
 // Write values * factor in T.
 template <class T>
 inline void store_scaled(const float* values, float factor, int32_t dim, T* to) {
-  int32_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(to + d, load(values + d) * all(factor));
-  if (d < dim) store_some(to + d, load_some(values + d, dim - d) * all(factor), dim - d);
+  for_vectors(dim, [&](int64_t d, int32_t n) { put(to + d, get(values + d, n) * all(factor), n); });
 }
 
 // A row's result from its only or merged state. A row that saw nothing is (0, -inf).
@@ -42,30 +46,26 @@ inline void store_partial(const AttentionCall& call, int32_t part, int32_t head,
 }
 
 // lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) out_i, over a row's states. Those of one
-// row stand side by side and are taken in that order, whichever thread comes last.
+// row stand side by side and are folded in that order, whichever thread comes last.
 template <class T>
 void merge_row(const AttentionCall& call, int32_t row, int32_t kv_head) {
   const Merge merge = call.work.merges[row];
   alignas(64) float values[1024];
   for (int32_t head = kv_head * call.group; head < (kv_head + 1) * call.group; ++head) {
     const int64_t at = int64_t{merge.state} * call.q_heads + head;
-    float top = -kInfinity, sum = 0.0f;
-    for (int32_t i = 0; i < merge.count; ++i) {
-      const float other = call.state_top[at + int64_t{i} * call.q_heads];
-      top = top > other ? top : other;
-    }
-    for (int32_t d = 0; d < call.dim; ++d) values[d] = 0.0f;
-    // Where all are empty, any finite stand-in for -inf gives weights of 0.
-    const float safe = top == -kInfinity ? 0.0f : top;
+    vf top = all(-kInfinity), sum = zeros();
     for (int32_t i = 0; i < merge.count; ++i) {
       const int64_t state = at + int64_t{i} * call.q_heads;
-      float weight[kLanes];
-      store(weight, exp2(all(call.state_top[state] - safe)));
-      sum += weight[0] * call.state_sum[state];
+      const Fold fold(top, all(call.state_top[state]));
+      top = fold.top;
+      sum = fold(sum, all(call.state_sum[state]));
       const float* part = call.state_out + state * call.dim;
-      for (int32_t d = 0; d < call.dim; ++d) values[d] += weight[0] * part[d];
+      for_vectors(call.dim, [&](int64_t d, int32_t n) {
+        const vf so_far = i == 0 ? zeros() : load(values + d);
+        store(values + d, fold(so_far, get(part + d, n)));
+      });
     }
-    store_result<T>(call, int64_t{row} * call.q_heads + head, {values, top, sum});
+    store_result<T>(call, int64_t{row} * call.q_heads + head, {values, first_of(top), first_of(sum)});
   }
 }
 

@@ -20,7 +20,7 @@ template <class T, class Products, class FewProducts>
 void attend_item(const AttentionCall& call, const Item& item, char* scratch) {
   if (!item.wide) {
     ThinItem<T>::attend(call, item, scratch);
-  } else if (item.num_rows * call.group <= kLanes) {
+  } else if (item.num_rows * call.group <= kLanes && !call.work.grid) {
     WideItem<T, FewProducts>::attend(call, item, scratch);
   } else {
     WideItem<T, Products>::attend(call, item, scratch);

@@ -231,8 +231,7 @@ class ThinItem {
     const float slope = call_->alibi_slopes ? call_->alibi_slopes[q_head(state)] : 0.0f;
     if (slope == 0.0f) return;
     const int32_t number = call_->work.rows[item_->rows_at + row];
-    const int32_t start = call_->work.runs[tile.piece->run].position + tile.start;
-    const int32_t distance = start - call_->work.row_position[number];
+    const int32_t distance = tile.start - call_->work.row_position[number];
     for (int32_t i = 0; i < count; ++i) {
       scores[i] += slope * static_cast<float>(distance + token_of(i));
     }

@@ -5,15 +5,20 @@ namespace onestem::ONESTEM_ISA {
 
 constexpr int32_t kMaxTile = 256;
 
-// Consecutive tokens of a piece: start..start+count-1, and where their keys stand in the pages
-// (elements, without the head).
+// Tokens at consecutive positions start..start+count-1, and where their keys stand in the pages
+// (elements, without the head). They are of `piece`; on the grid, of any up to it.
 struct Tile {
   const Piece* piece;
   int32_t start, count;
   int64_t offsets[kMaxTile];
 };
 
-// Walks an item's pieces in tiles of `size` tokens.
+inline int32_t position_of(const WorkView& work, const Piece& piece, int32_t token) {
+  return work.runs[piece.run].position + token;
+}
+
+// Walks an item's pieces in tiles of `size` tokens. On the grid a tile begins at a multiple of
+// `size` and goes on from piece to piece: places before the first token are none that a row sees.
 class TileWalk {
  public:
   TileWalk(const AttentionCall& call, const Item& item, int32_t size)
@@ -31,24 +36,32 @@ class TileWalk {
       if (++piece_ != last_) at_ = piece_->lo;
     }
     if (piece_ == last_) return false;
-    tile.piece = piece_;
-    tile.start = at_;
-    tile.count = smaller(size_, piece_->hi - at_);
-    at_ += tile.count;
-    find(tile);
+    tile.piece = work_.grid ? last_ - 1 : piece_;
+    const int32_t position = position_of(work_, *piece_, at_);
+    const int32_t before = work_.grid ? position % size_ : 0;
+    tile.start = position - before;
+    tile.count = before;
+    do {
+      const int32_t count = smaller(size_ - tile.count, piece_->hi - at_);
+      find(tile.offsets + tile.count, count);
+      tile.count += count;
+      at_ += count;
+      if (at_ == piece_->hi && ++piece_ != last_) at_ = piece_->lo;
+    } while (work_.grid && piece_ != last_ && tile.count < size_);
+    for (int32_t i = 0; i < before; ++i) tile.offsets[i] = tile.offsets[before];
     return true;
   }
 
  private:
-  void find(Tile& tile) const {
-    const Run& run = work_.runs[tile.piece->run];
-    const int64_t index = int64_t{run.offset} + tile.start;
+  void find(int64_t* offsets, int32_t count) const {
+    const Run& run = work_.runs[piece_->run];
+    const int64_t index = int64_t{run.offset} + at_;
     const int32_t* page = work_.run_pages + run.page_start + index / work_.page_size;
     int32_t place = static_cast<int32_t>(index % work_.page_size);
-    for (int32_t i = 0; i < tile.count; ++page, place = 0) {
-      const int32_t stop = smaller(tile.count, i + work_.page_size - place);
+    for (int32_t i = 0; i < count; ++page, place = 0) {
+      const int32_t stop = smaller(count, i + work_.page_size - place);
       int64_t offset = *page * strides_.page + place * strides_.token;
-      for (; i < stop; ++i, offset += strides_.token) tile.offsets[i] = offset;
+      for (; i < stop; ++i, offset += strides_.token) offsets[i] = offset;
     }
   }
 
@@ -60,15 +73,17 @@ class TileWalk {
   int32_t at_ = 0;
 };
 
-// The tokens of a piece that the item's row j sees: first <= t < end.
+// The positions of a tile's pieces that the item's row j sees: first <= position < end.
 struct Bounds {
   int32_t first, end;
 };
 inline Bounds bounds_of(const WorkView& work, const Item& item, const Piece& piece, int32_t j) {
-  Bounds bounds{piece.first, piece.end + j * piece.step};
+  const Piece& from = work.grid ? work.pieces[item.pieces_at] : piece;
+  Bounds bounds{position_of(work, from, larger(from.first, from.lo)),
+                position_of(work, piece, smaller(piece.end + j * piece.step, piece.hi))};
   if (work.window) {
     const int32_t position = work.row_position[work.rows[item.rows_at + j]];
-    const int64_t oldest = int64_t{position} - work.window + 1 - work.runs[piece.run].position;
+    const int64_t oldest = int64_t{position} - work.window + 1;
     if (oldest > bounds.first) {
       bounds.first = oldest < bounds.end ? static_cast<int32_t>(oldest) : bounds.end;
     }

@@ -27,10 +27,21 @@ struct Block {
   int32_t first_min, first_max, end_min, end_max;
 };
 
-// Keys k0..k1-1 of a tile that starts at token `start`. `masked`: not every lane sees all of them.
+// Keys k0..k1-1 of a tile that starts at position `start`. `masked`: not every lane sees all of them.
 struct Keys {
   int32_t start, k0, k1;
   bool masked;
+};
+
+// The states of an item's lanes: out [rows of a head][lanes of a block], block by block, and the
+// running maxima and sums.
+struct Sums {
+  float *out, *top, *sum;
+  Sums() = default;
+  Sums(Scratch& scratch, int32_t lanes, int32_t rows)
+      : out(scratch.take<float>(int64_t{lanes} * rows)),
+        top(scratch.take<float>(lanes)),
+        sum(scratch.take<float>(lanes)) {}
 };
 
 template <class T, class Products>
@@ -65,14 +76,13 @@ class WideItem {
   void layout(Scratch& scratch, int32_t dim) {
     const int32_t lanes = max_lanes(dim) + Products::kMaxVecs * kLanes;
     queries_ = scratch.take<Element>(int64_t{lanes} * Products::query_rows(dim));
-    out_ = scratch.take<float>(int64_t{lanes} * Products::out_rows(dim));
+    now_ = Sums(scratch, lanes, Products::out_rows(dim));
+    before_ = Sums(scratch, lanes, Products::out_rows(dim));
     keys_ = scratch.take<Element>(Products::key_elements(dim));
     values_ = scratch.take<Element>(Products::value_elements(dim));
     scores_ = scratch.take<float>(Products::kTileKeys * Products::kMaxVecs * kLanes);
     weights_ = scratch.take<Element>(Products::weight_elements());
     rows_ = scratch.take<float>(8 * Products::out_rows(dim));
-    top_ = scratch.take<float>(lanes);
-    sum_ = scratch.take<float>(lanes);
     slope_ = scratch.take<float>(lanes);
     position_ = scratch.take<float>(lanes);
     first_ = scratch.take<int32_t>(lanes);
@@ -108,6 +118,7 @@ class WideItem {
     bool more = walk.next(*now);
     while (more) {
       more = walk.next(*next);
+      if (call_->work.grid && piece != nullptr && now->start % kSegment == 0) end_segment();
       if (now->piece != piece) set_bounds(*(piece = now->piece));
       if (all_seen(call_->work, *piece) || skip_unseen(*now, bounds_, item_->num_rows)) {
         attend_tile(*now, more ? next : nullptr);
@@ -116,7 +127,36 @@ class WideItem {
       now = next;
       next = done;
     }
+    if (folded_) fold_segment();
     for (int32_t b = 0; b < num_blocks_; ++b) finish(blocks_[b]);
+  }
+
+  // A segment's states go into those of the segments before it, and the next begins with none.
+  void end_segment() {
+    if (folded_) fold_segment();
+    folded_ = true;
+    const Sums ended = now_;
+    now_ = before_;
+    before_ = ended;
+    for (int32_t b = 0; b < num_blocks_; ++b) clear(blocks_[b]);
+  }
+
+  void fold_segment() {
+    for (int32_t b = 0; b < num_blocks_; ++b) {
+      const int32_t lanes = blocks_[b].vecs * kLanes, rows = Products::out_rows(call_->dim);
+      for (int32_t l = 0; l < lanes; l += kLanes) {
+        const int32_t lane = blocks_[b].lane + l;
+        const Fold fold(load(before_.top + lane), load(now_.top + lane));
+        store(now_.top + lane, fold.top);
+        store(now_.sum + lane, fold(load(before_.sum + lane), load(now_.sum + lane)));
+        const int64_t at = int64_t{blocks_[b].lane} * rows + l;
+        for (int32_t d = 0; d < rows; ++d) {
+          float* more = now_.out + at + d * lanes;
+          store(more, fold(load(before_.out + at + d * lanes), load(more)));
+        }
+      }
+    }
+    folded_ = false;
   }
 
   // A lane's query row, or null behind the last lane.
@@ -130,10 +170,19 @@ class WideItem {
   void begin(const Block& block) {
     const int32_t lanes = block.vecs * kLanes;
     for (int32_t lane = 0; lane < lanes; lane += 8) pack_queries(block, lane);
-    float* out = out_ + int64_t{block.lane} * Products::out_rows(call_->dim);
+    clear(block);
+    for (int32_t lane = block.lane; lane < block.lane + lanes; ++lane) set_lane(lane);
+  }
+
+  void clear(const Block& block) {
+    const int32_t lanes = block.vecs * kLanes;
+    float* out = now_.out + int64_t{block.lane} * Products::out_rows(call_->dim);
     const int64_t size = int64_t{lanes} * Products::out_rows(call_->dim);
     for (int64_t i = 0; i < size; ++i) out[i] = 0.0f;
-    for (int32_t lane = block.lane; lane < block.lane + lanes; ++lane) set_lane(lane);
+    for (int32_t lane = block.lane; lane < block.lane + lanes; ++lane) {
+      now_.top[lane] = -kInfinity;
+      now_.sum[lane] = 0.0f;
+    }
   }
 
   // Eight lanes from `lane` of the block on, as columns of the block's queries.
@@ -150,8 +199,7 @@ class WideItem {
   }
 
   void set_lane(int32_t lane) {
-    top_[lane] = -kInfinity;
-    sum_[lane] = slope_[lane] = position_[lane] = 0.0f;
+    slope_[lane] = position_[lane] = 0.0f;
     if (call_->alibi_slopes == nullptr || lane >= num_lanes()) return;
     const int32_t row = call_->work.rows[item_->rows_at + lane / call_->group];
     slope_[lane] = call_->alibi_slopes[head_ * call_->group + lane % call_->group];
@@ -161,8 +209,6 @@ class WideItem {
   void set_bounds(const Piece& piece) {
     for (int32_t j = 0; j < item_->num_rows; ++j) {
       bounds_[j] = bounds_of(call_->work, *item_, piece, j);
-      bounds_[j].first = larger(bounds_[j].first, piece.lo);
-      bounds_[j].end = smaller(bounds_[j].end, piece.hi);
     }
     for (int32_t b = 0; b < num_blocks_; ++b) set_bounds(blocks_[b]);
   }
@@ -197,7 +243,7 @@ class WideItem {
       k1 = round_up(k1, Products::kKeyStep);
       const bool masked =
           block.first_max > tile.start + k0 || block.end_min < tile.start + k1;
-      attend_block(block, {tile.start, k0, k1, masked}, *tile.piece);
+      attend_block(block, {tile.start, k0, k1, masked});
     }
   }
 
@@ -207,23 +253,23 @@ class WideItem {
     return Fetch(next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), calls);
   }
 
-  void attend_block(const Block& block, const Keys& keys, const Piece& piece) {
+  void attend_block(const Block& block, const Keys& keys) {
     switch (block.vecs) {
-      case 1: return attend_lanes<1>(block, keys, piece);
-      case 2: return attend_lanes<smaller(2, Products::kMaxVecs)>(block, keys, piece);
-      default: return attend_lanes<Products::kMaxVecs>(block, keys, piece);
+      case 1: return attend_lanes<1>(block, keys);
+      case 2: return attend_lanes<smaller(2, Products::kMaxVecs)>(block, keys);
+      default: return attend_lanes<Products::kMaxVecs>(block, keys);
     }
   }
 
   template <int VECS>
-  void attend_lanes(const Block& block, const Keys& keys, const Piece& piece) {
+  void attend_lanes(const Block& block, const Keys& keys) {
     const int32_t dim = call_->dim;
     const Element* queries = queries_ + int64_t{block.lane} * Products::query_rows(dim);
     for (int32_t k = keys.k0; k < keys.k1; k += Products::kKeyStep) {
       Products::template scores<VECS>(queries, keys_, k, dim, scores_);
       if constexpr (Products::kFetchesWithScores) fetch_();
     }
-    if (special_) adjust<VECS>(block, keys, call_->work.runs[piece.run].position);
+    if (special_) adjust<VECS>(block, keys);
     if (keys.masked) mask<VECS>(block, keys);
     const vf scale = all(special_ ? kLog2e : call_->scale * kLog2e);
     vf minus_top[VECS], rescale[VECS], sums[VECS] = {};
@@ -231,11 +277,11 @@ class WideItem {
     const Element* weights = Products::template weigh<VECS>(scores_, weights_, keys.k0, keys.k1,
                                                             scale, minus_top, sums, fetch_);
     for (int v = 0; v < VECS; ++v) {
-      float* sum = sum_ + block.lane + v * kLanes;
+      float* sum = now_.sum + block.lane + v * kLanes;
       store(sum, fma(load(sum), rescale[v], sums[v]));
     }
     Products::template accumulate<VECS>(values_, weights, keys.k0, keys.k1, dim, rescale,
-                                        out_ + int64_t{block.lane} * Products::out_rows(dim),
+                                        now_.out + int64_t{block.lane} * Products::out_rows(dim),
                                         fetch_);
   }
 
@@ -246,7 +292,7 @@ class WideItem {
     vf best[VECS];
     find_best<VECS>(keys, best);
     for (int v = 0; v < VECS; ++v) {
-      float* top = top_ + block.lane + v * kLanes;
+      float* top = now_.top + block.lane + v * kLanes;
       const vf old = load(top), now = max(old, best[v] * scale);
       // Where nothing was seen yet, any finite stand-in for -inf makes all weights 0.
       minus_top[v] = zeros() - max(now, all(-3e38f));
@@ -280,10 +326,10 @@ class WideItem {
 
   // What the scale alone does not say: softcap, then ALiBi.
   template <int VECS>
-  void adjust(const Block& block, const Keys& keys, int32_t run_position) {
+  void adjust(const Block& block, const Keys& keys) {
     const vf softcap = all(call_->softcap);
     for (int32_t k = keys.k0; k < keys.k1; ++k) {
-      const vf position = all(static_cast<float>(run_position + keys.start + k));
+      const vf position = all(static_cast<float>(keys.start + k));
       for (int v = 0; v < VECS; ++v) {
         float* at = scores_ + (k * VECS + v) * kLanes;
         const int32_t lane = block.lane + v * kLanes;
@@ -313,7 +359,7 @@ class WideItem {
   void finish(const Block& block) {
     if constexpr (Products::kOutByLane) return finish_by_lane(block);
     const int32_t lanes = block.vecs * kLanes, dim = call_->dim;
-    const float* out = out_ + int64_t{block.lane} * Products::out_rows(dim);
+    const float* out = now_.out + int64_t{block.lane} * Products::out_rows(dim);
     for (int32_t l = 0; l < lanes && block.lane + l < num_lanes(); l += 8) {
       for (int32_t d = 0; d < dim; d += 8) {
         transpose8(out + int64_t{d} * lanes + l, lanes, rows_ + d, dim);
@@ -326,29 +372,29 @@ class WideItem {
   void finish_by_lane(const Block& block) {
     const int32_t width = Products::out_rows(call_->dim);
     const int32_t stop = smaller(block.vecs * kLanes, num_lanes() - block.lane);
-    const float* out = out_ + int64_t{block.lane} * width;
+    const float* out = now_.out + int64_t{block.lane} * width;
     for (int32_t l = 0; l < stop; ++l) finish_lane(block.lane + l, out + l * width);
   }
 
   void finish_lane(int32_t lane, const float* values) {
     const int32_t part = item_->rows_at + lane / call_->group;
     const int32_t head = head_ * call_->group + lane % call_->group;
-    store_partial<T>(*call_, part, head, {values, top_[lane], sum_[lane]});
+    store_partial<T>(*call_, part, head, {values, now_.top[lane], now_.sum[lane]});
   }
 
   const AttentionCall* call_;
   const Item* item_;
   const T *k_, *v_;
   Element *queries_, *keys_, *values_, *weights_;
-  float *out_, *scores_, *rows_;
-  float *top_, *sum_, *slope_, *position_;
+  Sums now_, before_;  // of the segment, and of those before it
+  float *scores_, *rows_, *slope_, *position_;
   int32_t *first_, *end_;
   Bounds* bounds_;
   Block* blocks_;
   Tile* tiles_;
   Fetch fetch_;
   int32_t num_blocks_ = 0, head_ = 0;
-  bool special_ = false;
+  bool special_ = false, folded_ = false;
 };
 
 }  // namespace onestem::ONESTEM_ISA

@@ -55,8 +55,8 @@ class Isa:
         """Whether it has kernels of its own for a dtype."""
         return dtype == torch.bfloat16 or self.name not in BF16_ONLY
 
-    def attention(self, cost: CpuCost | None = None) -> Any:
-        return self._bound(CpuAttention(isa=self.name, cost=cost))
+    def attention(self, cost: CpuCost | None = None, deterministic: bool = False) -> Any:
+        return self._bound(CpuAttention(isa=self.name, cost=cost, deterministic=deterministic))
 
     def layers(self) -> Any:
         return self._bound(CpuLayers(isa=self.name))

@@ -61,7 +61,8 @@ class CpuAttention:
     Args:
         isa: instruction set, by default the one in use.
         cost: by default the instruction set's for the dtype.
-        deterministic: a row's bits depend on what it sees alone, not on the rest of the plan.
+        deterministic: a row's bits depend on what it sees alone, not on the plan's other rows, its
+            runs or sharing. The tokens that a row sees then stand at positions without a gap.
     """
 
     name: str = "cpu"
@@ -73,14 +74,19 @@ class CpuAttention:
         return True
 
     def prepare(self, plan: AttentionPlan, *, share: bool = True) -> PreparedCpu:
-        return PreparedCpu(plan, share, checked_isa(self.isa), self.cost)
+        return PreparedCpu(plan, share, self.deterministic, checked_isa(self.isa), self.cost)
 
 
 class PreparedCpu:
     """A copy of a plan; the first layer makes its work items, and the others use them."""
 
     def __init__(
-        self, plan: AttentionPlan, share: bool, isa: str, cost: CpuCost | None = None
+        self,
+        plan: AttentionPlan,
+        share: bool,
+        deterministic: bool,
+        isa: str,
+        cost: CpuCost | None = None,
     ) -> None:
         self._native = native().make_plan(
             isa,
@@ -92,6 +98,7 @@ class PreparedCpu:
             0 if plan.window is None else plan.window,
             share,
             [] if cost is None else [float(value) for value in astuple(cost)],
+            deterministic,
         )
         self._num_rows = plan.num_rows
         self._page_size = plan.page_size
