@@ -24,13 +24,26 @@ struct DotProducts : LaneProducts<MultiplyPairs, uint32_t, 2> {
   }
 
   static void pack_values(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
-                          uint32_t* to) {
+                          uint32_t* to, int32_t width = 8, int64_t panel = kPanel) {
     for (int32_t i = 0; i < count; i += 2) {
       const bf16 *low = pages + offsets[i], *high = pages + offsets[i + 1];
       for (int32_t d = 0; d < dim; d += 8) {
-        interleave8(low + d, high + d, to + d / 8 * kPanel + i / 2 * 8);
+        interleave8(low + d, high + d, to + d / width * panel + i / 2 * width + d % width);
       }
     }
+  }
+
+  // What `weigh` does, key by key: a weight, its packed form, and the sum in the same order.
+  static vf power(vf x) { return floor_exp2(x); }
+  static void store_weights(uint32_t* to, vf weights) {
+    const vi rounded = _mm512_add_epi32(_mm512_castps_si512(weights), all(0x8000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+  static float sum_of(const float* weights, int32_t count) {
+    float sum = 0.0f;
+    for (int32_t k = 0; k < count; k += 2) sum += weights[k] + weights[k + 1];
+    return sum;
   }
 
   template <int VECS>

@@ -32,12 +32,15 @@ struct MultiplyFloat {
 
 // Where packed operands stand. An element holds kPack neighbours of the axis that is summed over.
 // Queries [dim / kPack][lanes of a block], keys [tile][dim / kPack], values in panels of eight
-// elements of the head, [dim / 8][tile / kPack][8], weights [tile / kPack][lanes of a block].
+// elements of the head, [dim / 8][tile / kPack][8] (or of `width`), weights [tile / kPack][lanes of a
+// block].
 // Lanes are query rows: the running maxima, sums and masks of the softmax are then vectors, keys
 // and values are read as scalars for all lanes, and neither needs transposing.
 template <class Multiply, class Packed, int PACK>
 struct LaneProducts {
   using Element = Packed;
+  using Multiplier = Multiply;
+  static constexpr bool kHasFew = true;  // `FewItem` takes them
   static constexpr int kPack = PACK;
   static constexpr int kTileKeys = 128;
   static constexpr int kKeyStep = 8;  // keys are computed in multiples of this
@@ -122,11 +125,26 @@ struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   }
 
   static void pack_values(const T* pages, const int64_t* offsets, int32_t count, int32_t dim,
-                          float* to) {
+                          float* to, int32_t width = 8, int64_t panel = FloatProducts::kPanel) {
     for (int32_t i = 0; i < count; ++i) {
       const T* from = pages + offsets[i];
-      for (int32_t d = 0; d < dim; d += 8) convert8(from + d, to + d / 8 * kPanel + i * 8);
+      for (int32_t d = 0; d < dim; d += 8) {
+        convert8(from + d, to + d / width * panel + i * width + d % width);
+      }
     }
+  }
+
+  // What `weigh` does, key by key: a weight, its packed form, and the sum in the same order.
+  static vf power(vf x) { return exp2(x); }
+  static void store_weights(float* to, vf weights) { store(to, weights); }
+  static float sum_of(const float* weights, int32_t count) {
+    float sum = 0.0f;
+    for (int32_t k = 0; k < count; k += FloatProducts::kKeyStep) {
+      float some = 0.0f;
+      for (int32_t i = 0; i < FloatProducts::kKeyStep; ++i) some += weights[k + i];
+      sum += some;
+    }
+    return sum;
   }
 
   // Scores become weights in place; returns through `sums` their sums per lane.

@@ -3,6 +3,39 @@
 
 namespace onestem::ONESTEM_ISA {
 
+// Hands out pieces of a buffer, each on a cache line; from null it only counts.
+class Scratch {
+ public:
+  explicit Scratch(char* begin) : begin_(begin) {}
+  template <class E>
+  E* take(int64_t count) {
+    char* at = begin_ == nullptr ? nullptr : begin_ + used_;
+    used_ += (static_cast<size_t>(count) * sizeof(E) + 63) / 64 * 64;
+    return reinterpret_cast<E*>(at);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* begin_;
+  size_t used_ = 0;
+};
+
+// Whether scores are more than a product times a scale.
+inline bool is_special(const AttentionCall& call) {
+  return call.alibi_slopes != nullptr || call.softcap != 0.0f || !(call.scale > 0.0f);
+}
+
+// The states of an item's lanes: sums of values, as the item lays them out, running maxima, and sums
+// of weights.
+struct Sums {
+  float *out, *top, *sum;
+  Sums() = default;
+  Sums(Scratch& scratch, int32_t lanes, int32_t rows)
+      : out(scratch.take<float>(int64_t{lanes} * rows)),
+        top(scratch.take<float>(lanes)),
+        sum(scratch.take<float>(lanes)) {}
+};
+
 // The sum of a query head's row over one item. `values` [dim], not normalised.
 struct Partial {
   const float* values;

@@ -9,6 +9,7 @@
 #include "kernels/states.h"
 #include "kernels/products_float.h"
 #include "kernels/wide.h"
+#include "kernels/few.h"
 #include "kernels/thin.h"
 #include "kernels/layers.h"
 #include "kernels/linear.h"
@@ -18,20 +19,30 @@ namespace onestem::ONESTEM_ISA {
 
 template <class T, class Products, class FewProducts>
 void attend_item(const AttentionCall& call, const Item& item, char* scratch) {
-  if (!item.wide) {
-    ThinItem<T>::attend(call, item, scratch);
-  } else if (item.num_rows * call.group <= kLanes && !call.work.grid) {
-    WideItem<T, FewProducts>::attend(call, item, scratch);
-  } else {
-    WideItem<T, Products>::attend(call, item, scratch);
+  const int32_t lanes = item.num_rows * call.group;
+  if (!item.wide) return ThinItem<T>::attend(call, item, scratch);
+  if (call.work.grid) {
+    if constexpr (Products::kHasFew) {
+      if (lanes <= FewItem<T, Products>::kMost) {
+        return FewItem<T, Products>::attend(call, item, scratch);
+      }
+    }
+  } else if (lanes <= kLanes) {
+    return WideItem<T, FewProducts>::attend(call, item, scratch);
   }
+  WideItem<T, Products>::attend(call, item, scratch);
 }
 
 template <class T, class Products, class FewProducts>
 size_t wide_scratch(int32_t dim) {
   const size_t few = WideItem<T, FewProducts>::scratch_bytes(dim);
-  const size_t many = WideItem<T, Products>::scratch_bytes(dim);
-  return few > many ? few : many;
+  size_t bytes = WideItem<T, Products>::scratch_bytes(dim);
+  if (few > bytes) bytes = few;
+  if constexpr (Products::kHasFew) {
+    const size_t other = FewItem<T, Products>::scratch_bytes(dim);
+    if (other > bytes) bytes = other;
+  }
+  return bytes;
 }
 
 // `FewProducts`: of wide items with at most one vector of lanes.

@@ -37,7 +37,7 @@ class ThinItem {
     thin.call_ = &call;
     thin.item_ = &item;
     thin.lanes_ = item.num_rows * call.group;
-    thin.special_ = call.alibi_slopes != nullptr || call.softcap != 0.0f || !(call.scale > 0.0f);
+    thin.special_ = is_special(call);
     thin.begin();
     thin.attend_tiles();
     thin.finish();

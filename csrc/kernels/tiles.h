@@ -120,6 +120,32 @@ inline bool skip_unseen(Tile& tile, const Bounds* rows, int32_t num_rows) {
   return true;
 }
 
+// Shows a walker an item's tiles, of at most `size` tokens, each with the next: `set_bounds` for a new
+// piece, `attend_tile`, and on the grid `end_segment` where another begins. Two tiles at `tiles`.
+template <class Walker>
+void walk_tiles(const AttentionCall& call, const Item& item, int32_t size, Tile* tiles,
+                Bounds* bounds, Walker& walker) {
+  TileWalk walk(call, item, size);
+  Tile *now = tiles, *next = tiles + 1;
+  const Piece* piece = nullptr;
+  bool folded = false;
+  for (bool more = walk.next(*now); more;) {
+    more = walk.next(*next);
+    if (call.work.grid && piece != nullptr && now->start % kSegment == 0) {
+      walker.end_segment(!folded);
+      folded = true;
+    }
+    if (now->piece != piece) walker.set_bounds(*(piece = now->piece));
+    if (all_seen(call.work, *piece) || skip_unseen(*now, bounds, item.num_rows)) {
+      walker.attend_tile(*now, more ? next : nullptr);
+    }
+    Tile* done = now;
+    now = next;
+    next = done;
+  }
+  if (folded) walker.fold_segment();
+}
+
 // Asks for a tile's keys and values of one head ahead of their use, a few cache lines at each call:
 // a processor keeps some ten or twenty such requests and stops where there are more.
 class Fetch {

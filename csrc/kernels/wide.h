@@ -4,23 +4,6 @@
 
 namespace onestem::ONESTEM_ISA {
 
-// Hands out pieces of a buffer, each on a cache line; from null it only counts.
-class Scratch {
- public:
-  explicit Scratch(char* begin) : begin_(begin) {}
-  template <class E>
-  E* take(int64_t count) {
-    char* at = begin_ == nullptr ? nullptr : begin_ + used_;
-    used_ += (static_cast<size_t>(count) * sizeof(E) + 63) / 64 * 64;
-    return reinterpret_cast<E*>(at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* begin_;
-  size_t used_ = 0;
-};
-
 // Neighbouring lanes whose products share registers, and what their rows see of a piece.
 struct Block {
   int32_t lane, vecs;
@@ -31,17 +14,6 @@ struct Block {
 struct Keys {
   int32_t start, k0, k1;
   bool masked;
-};
-
-// The states of an item's lanes: out [rows of a head][lanes of a block], block by block, and the
-// running maxima and sums.
-struct Sums {
-  float *out, *top, *sum;
-  Sums() = default;
-  Sums(Scratch& scratch, int32_t lanes, int32_t rows)
-      : out(scratch.take<float>(int64_t{lanes} * rows)),
-        top(scratch.take<float>(lanes)),
-        sum(scratch.take<float>(lanes)) {}
 };
 
 template <class T, class Products>
@@ -65,7 +37,7 @@ class WideItem {
     wide.layout(scratch, call.dim);
     wide.call_ = &call;
     wide.item_ = &item;
-    wide.special_ = call.alibi_slopes != nullptr || call.softcap != 0.0f || !(call.scale > 0.0f);
+    wide.special_ = is_special(call);
     wide.cut_blocks();
     Products::begin_item();
     for (int32_t h = 0; h < item.num_heads; ++h) wide.attend_head(item.head + h);
@@ -112,29 +84,16 @@ class WideItem {
     k_ = static_cast<const T*>(call_->k) + head * call_->pages.head;
     v_ = static_cast<const T*>(call_->v) + head * call_->pages.head;
     for (int32_t b = 0; b < num_blocks_; ++b) begin(blocks_[b]);
-    TileWalk walk(*call_, *item_, Products::kTileKeys);
-    Tile *now = tiles_, *next = tiles_ + 1;
-    const Piece* piece = nullptr;
-    bool more = walk.next(*now);
-    while (more) {
-      more = walk.next(*next);
-      if (call_->work.grid && piece != nullptr && now->start % kSegment == 0) end_segment();
-      if (now->piece != piece) set_bounds(*(piece = now->piece));
-      if (all_seen(call_->work, *piece) || skip_unseen(*now, bounds_, item_->num_rows)) {
-        attend_tile(*now, more ? next : nullptr);
-      }
-      Tile* done = now;
-      now = next;
-      next = done;
-    }
-    if (folded_) fold_segment();
+    walk_tiles(*call_, *item_, Products::kTileKeys, tiles_, bounds_, *this);
     for (int32_t b = 0; b < num_blocks_; ++b) finish(blocks_[b]);
   }
 
+  template <class Walker>
+  friend void walk_tiles(const AttentionCall&, const Item&, int32_t, Tile*, Bounds*, Walker&);
+
   // A segment's states go into those of the segments before it, and the next begins with none.
-  void end_segment() {
-    if (folded_) fold_segment();
-    folded_ = true;
+  void end_segment(bool first) {
+    if (!first) fold_segment();
     const Sums ended = now_;
     now_ = before_;
     before_ = ended;
@@ -156,7 +115,6 @@ class WideItem {
         }
       }
     }
-    folded_ = false;
   }
 
   // A lane's query row, or null behind the last lane.
@@ -394,7 +352,7 @@ class WideItem {
   Tile* tiles_;
   Fetch fetch_;
   int32_t num_blocks_ = 0, head_ = 0;
-  bool special_ = false, folded_ = false;
+  bool special_ = false;
 };
 
 }  // namespace onestem::ONESTEM_ISA

@@ -1,0 +1,237 @@
+// Wide items on the grid that have few lanes. A vector holds keys, and then elements of a head, where
+// `WideItem` has one query row in each lane and leaves the others empty. Every score, weight and sum is
+// added up in the same order as there: both give the same bits.
+#pragma once
+
+namespace onestem::ONESTEM_ISA {
+
+template <class T, class Products>
+class FewItem {
+ public:
+  static constexpr int32_t kMost = kLanes / 2;  // lanes; from there on the other is as fast
+
+  static size_t scratch_bytes(int32_t dim) {
+    FewItem item;
+    Scratch scratch(nullptr);
+    item.layout(scratch, dim);
+    return scratch.used();
+  }
+
+  static void attend(const AttentionCall& call, const Item& item, char* memory) {
+    FewItem few;
+    Scratch scratch(memory);
+    few.layout(scratch, call.dim);
+    few.call_ = &call;
+    few.item_ = &item;
+    few.lanes_ = item.num_rows * call.group;
+    few.special_ = is_special(call);
+    for (int32_t h = 0; h < item.num_heads; ++h) few.attend_head(item.head + h);
+  }
+
+ private:
+  using Element = typename Products::Element;
+  using Multiply = typename Products::Multiplier;
+
+  static constexpr int kVecs = 4;  // of keys or elements that are summed side by side
+  static constexpr int kWidth = kVecs * kLanes;
+  static constexpr int32_t kKeys = Products::kTileKeys, kSteps = kKeys / Products::kPack;
+
+  void layout(Scratch& scratch, int32_t dim) {
+    words_ = Products::query_rows(dim);
+    width_ = round_up(dim, kWidth);
+    queries_ = scratch.take<Element>(kMost * words_);
+    rows_ = scratch.take<Element>(int64_t{kKeys + 8} * words_);
+    keys_ = scratch.take<Element>(int64_t{kKeys} * words_);
+    values_ = scratch.take<Element>(int64_t{kSteps} * width_);
+    scores_ = scratch.take<float>(kMost * kKeys);
+    weights_ = scratch.take<Element>(kMost * kSteps);
+    now_ = Sums(scratch, kMost, width_);
+    before_ = Sums(scratch, kMost, width_);
+    tiles_ = scratch.take<Tile>(2);
+  }
+
+  void attend_head(int32_t head) {
+    head_ = head;
+    k_ = static_cast<const T*>(call_->k) + head * call_->pages.head;
+    v_ = static_cast<const T*>(call_->v) + head * call_->pages.head;
+    for (int32_t lane = 0; lane < lanes_; ++lane) {
+      const int64_t row = call_->work.rows[row_of(lane)];
+      const T* q = static_cast<const T*>(call_->q) + (row * call_->q_heads + q_head(lane)) * call_->dim;
+      Products::pack_query(q, call_->dim, queries_ + lane * words_);
+    }
+    clear();
+    walk_tiles(*call_, *item_, kKeys, tiles_, bounds_, *this);
+    for (int32_t lane = 0; lane < lanes_; ++lane) {
+      store_partial<T>(*call_, row_of(lane), q_head(lane),
+                       {now_.out + lane * width_, now_.top[lane], now_.sum[lane]});
+    }
+  }
+
+  int32_t row_of(int32_t lane) const { return item_->rows_at + lane / call_->group; }
+  int32_t q_head(int32_t lane) const { return head_ * call_->group + lane % call_->group; }
+
+  void clear() {
+    for (int32_t i = 0; i < lanes_ * width_; ++i) now_.out[i] = 0.0f;
+    for (int32_t lane = 0; lane < lanes_; ++lane) {
+      now_.top[lane] = -kInfinity;
+      now_.sum[lane] = 0.0f;
+    }
+  }
+
+  template <class Walker>
+  friend void walk_tiles(const AttentionCall&, const Item&, int32_t, Tile*, Bounds*, Walker&);
+
+  void set_bounds(const Piece& piece) {
+    for (int32_t j = 0; j < item_->num_rows; ++j) {
+      bounds_[j] = bounds_of(call_->work, *item_, piece, j);
+    }
+  }
+
+  void end_segment(bool first) {
+    if (!first) fold_segment();
+    const Sums ended = now_;
+    now_ = before_;
+    before_ = ended;
+    clear();
+  }
+
+  void fold_segment() {
+    for (int32_t lane = 0; lane < lanes_; ++lane) {
+      const Fold fold(all(before_.top[lane]), all(now_.top[lane]));
+      now_.top[lane] = first_of(fold.top);
+      now_.sum[lane] = first_of(fold(all(before_.sum[lane]), all(now_.sum[lane])));
+      for (int32_t d = 0; d < width_; d += kLanes) {
+        float* more = now_.out + lane * width_ + d;
+        store(more, fold(load(before_.out + lane * width_ + d), load(more)));
+      }
+    }
+  }
+
+  void attend_tile(Tile& tile, const Tile* next) {
+    const int32_t count = round_up(tile.count, larger(kLanes, Products::kKeyStep));
+    for (int32_t i = tile.count; i < count; ++i) tile.offsets[i] = tile.offsets[tile.count - 1];
+    pack(tile, count);
+    Fetch fetch;
+    if (next != nullptr) {
+      fetch = Fetch(*next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), lanes_ * 2);
+    }
+    for (int32_t lane = 0; lane < lanes_; lane += 2) {
+      lane + 1 < lanes_ ? score<2>(lane, count) : score<1>(lane, count);
+      fetch();
+    }
+    float rescale[kMost];
+    for (int32_t lane = 0; lane < lanes_; ++lane) {
+      if (special_) adjust(tile, lane, count);
+      mask(tile, lane, count);
+      rescale[lane] = weigh(lane, count);
+      fetch();
+    }
+    for (int32_t lane = 0; lane < lanes_; lane += 2) {
+      lane + 1 < lanes_ ? accumulate<2>(lane, count, rescale) : accumulate<1>(lane, count, rescale);
+      fetch();
+    }
+  }
+
+  // Keys [tile / kWidth][words of a head][kWidth], values [head / kWidth][steps of keys][kWidth].
+  void pack(const Tile& tile, int32_t count) {
+    const int32_t words = call_->dim / Products::kPack;
+    Products::pack_keys(k_, tile.offsets, count, call_->dim, rows_);
+    for (int32_t k = 0; k < count; k += 8) {
+      float* to = reinterpret_cast<float*>(keys_ + int64_t{k / kWidth} * kWidth * words_) + k % kWidth;
+      const float* from = reinterpret_cast<const float*>(rows_ + int64_t{k} * words);
+      for (int32_t w = 0; w < words; w += 8) {
+        transpose8(from + w, words, to + int64_t{w} * kWidth, kWidth);
+      }
+    }
+    Products::pack_values(v_, tile.offsets, count, call_->dim, values_, kWidth, kSteps * kWidth);
+  }
+
+  template <int LANES>
+  void score(int32_t lane, int32_t count) {
+    const int32_t words = call_->dim / Products::kPack;
+    for (int32_t k = 0; k < count; k += kWidth) {
+      vf sums[LANES][kVecs] = {};
+      product<Multiply>(queries_ + lane * words_, words_, 1, keys_ + int64_t{k} * words_, words, sums);
+      for (int l = 0; l < LANES; ++l) {
+        for (int v = 0; v < kVecs; ++v) store(scores_of(lane + l) + k + v * kLanes, sums[l][v]);
+      }
+    }
+  }
+
+  float* scores_of(int32_t lane) const { return scores_ + lane * kKeys; }
+
+  // As `WideItem::adjust`.
+  void adjust(const Tile& tile, int32_t lane, int32_t count) {
+    float* scores = scores_of(lane);
+    const vf softcap = all(call_->softcap);
+    const float* slopes = call_->alibi_slopes;
+    const vf slope = all(slopes == nullptr ? 0.0f : slopes[q_head(lane)]);
+    const int32_t row = slopes == nullptr ? 0 : call_->work.row_position[call_->work.rows[row_of(lane)]];
+    const vf position = all(static_cast<float>(row));
+    for (int32_t k = 0; k < count; k += kLanes) {
+      float positions[kLanes];
+      for (int32_t i = 0; i < kLanes; ++i) positions[i] = static_cast<float>(tile.start + k + i);
+      vf one = load(scores + k) * all(call_->scale);
+      if (call_->softcap != 0.0f) one = softcap * tanh(one / softcap);
+      store(scores + k, fma(slope, load(positions) - position, one));
+    }
+  }
+
+  void mask(const Tile& tile, int32_t lane, int32_t count) {
+    const Bounds& seen = bounds_[lane / call_->group];
+    float* scores = scores_of(lane);
+    const int32_t first = clamp(seen.first - tile.start, 0, count);
+    for (int32_t k = 0; k < first; ++k) scores[k] = -kInfinity;
+    for (int32_t k = clamp(seen.end - tile.start, 0, count); k < count; ++k) scores[k] = -kInfinity;
+  }
+
+  // Scores become weights; gives the factor of what was summed before.
+  float weigh(int32_t lane, int32_t count) {
+    float* scores = scores_of(lane);
+    vf best = all(-kInfinity);
+    for (int32_t k = 0; k < count; k += kLanes) best = max(best, load(scores + k));
+    const vf scale = all(special_ ? kLog2e : call_->scale * kLog2e);
+    const vf old = all(now_.top[lane]), now = max(old, all(top_of(best)) * scale);
+    // Where nothing was seen yet, any finite stand-in for -inf makes all weights 0.
+    const vf minus_top = zeros() - max(now, all(-3e38f));
+    now_.top[lane] = first_of(now);
+    Element* weights = weights_ + lane * kSteps;
+    for (int32_t k = 0; k < count; k += kLanes) {
+      const vf weight = Products::power(fma(load(scores + k), scale, minus_top));
+      store(scores + k, weight);
+      Products::store_weights(weights + k / Products::kPack, weight);
+    }
+    const vf rescale = exp2(old + minus_top);
+    const vf sum = all(Products::sum_of(scores, count));
+    now_.sum[lane] = first_of(fma(all(now_.sum[lane]), rescale, sum));
+    return first_of(rescale);
+  }
+
+  template <int LANES>
+  void accumulate(int32_t lane, int32_t count, const float* rescale) {
+    for (int32_t d = 0; d < call_->dim; d += kWidth) {
+      vf sums[LANES][kVecs] = {};
+      product<Multiply>(weights_ + lane * kSteps, kSteps, 1, values_ + int64_t{d} * kSteps,
+                        count / Products::kPack, sums);
+      for (int l = 0; l < LANES; ++l) {
+        for (int v = 0; v < kVecs; ++v) {
+          float* at = now_.out + (lane + l) * width_ + d + v * kLanes;
+          store(at, fma(load(at), all(rescale[lane + l]), sums[l][v]));
+        }
+      }
+    }
+  }
+
+  const AttentionCall* call_;
+  const Item* item_;
+  const T *k_, *v_;
+  Element *queries_, *rows_, *keys_, *values_, *weights_;
+  float* scores_;
+  Sums now_, before_;  // of the segment, and of those before it
+  Tile* tiles_;
+  Bounds bounds_[kMost];
+  int32_t words_ = 0, width_ = 0, lanes_ = 0, head_ = 0;
+  bool special_ = false;
+};
+
+}  // namespace onestem::ONESTEM_ISA
