@@ -17,22 +17,23 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from onestem.errors import CacheError, ConfigError
-from onestem.native import native
+from onestem.errors import ConfigError
 
 __all__ = ["DiskStore", "HostStore"]
 
 FORMAT = "onestem kv 3"
 BLOCK = 4096  # bytes that are summed for a checksum
+READ_AT_ONCE = 1 << 20  # bytes, which a core's cache still has when they are summed
 MOST_HEADER = 1 << 16  # bytes
+WRITERS = 4  # stores that may fill what one of them has seen free
+FREED = 32  # a full folder gets so much of its budget free again: a part
 PARTS = ("kv", "tokens")
 DTYPES = {
     torch.float32: "F32",
@@ -105,10 +106,12 @@ class DiskStore:
         self.folder = folder
         self.budget = budget
         self.identity = identity
+        self._unseen = 0  # bytes that are written before the folder is listed
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"disk_kv {folder} cannot be made: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a NUL byte is no error of the system's
+            why = getattr(error, "strerror", error)
+            raise ConfigError(f"disk_kv {str(folder)!r} cannot be made: {why}") from error
         self._remove_leftovers()
 
     def path(self, name: str) -> Path:
@@ -116,7 +119,7 @@ class DiskStore:
         return self.folder / f"{name}.safetensors"
 
     def __contains__(self, name: str) -> bool:
-        return self.path(name).is_file()
+        return os.path.isfile(self.path(name))  # no error where rights lack
 
     def read(self, name: str, kv: Tensor) -> bool:
         """Read what has a name into rows of that many tokens. False: there is no file, or it is
@@ -133,8 +136,8 @@ class DiskStore:
         return tokens if self._read(name, "tokens", tokens) else None
 
     def _read(self, name: str, part: str, into: Tensor) -> bool:
-        """Read a part of a file to where it is wanted: from a mapped file it would be copied."""
-        data = into.view(-1).view(torch.uint8).numpy()
+        """Read a part of a file to where it is wanted. Not from a mapped file: one that is cut
+        meanwhile, or a sector that cannot be read, would end the process."""
         if name not in self:
             return False  # nor opened: what is no file may never answer
         try:
@@ -150,14 +153,14 @@ class DiskStore:
                 if os.fstat(file.fileno()).st_size != 8 + length + max(ends):
                     return False
                 file.seek(8 + length + here["data_offsets"][0])
-                if file.readinto(data.data) != len(data):
-                    return False
+                # What is cut meanwhile leaves other bytes there, of another checksum.
+                checksum = _checksum(into, lambda data: file.readinto(data.data))
+                return bool(metadata.get(part) == checksum)
         except (
             OSError, ValueError, LookupError, TypeError, AttributeError, struct.error,
             RecursionError,
         ):  # fmt: skip
             return False
-        return bool(metadata.get(part) == _checksum(into))
 
     def put(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
         """Write rows of tokens (int32 `[n]`): readers find all or nothing. False: no room."""
@@ -165,20 +168,26 @@ class DiskStore:
             return False
         path = self.path(name)
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-        metadata = self._metadata(name)
-        metadata |= {"kv": _checksum(kv), "tokens": _checksum(tokens)}
+        header: dict[str, object] = {}
+        metadata, end = self._metadata(name), 0
+        for one, tensor in zip(PARTS, (kv, tokens), strict=True):
+            metadata[one] = _checksum(tensor)
+            offsets = [end, end := end + tensor.nbytes]
+            shape = list(tensor.shape)
+            header[one] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        text = json.dumps({"__metadata__": metadata, **header}).encode()
+        text += b" " * (-len(text) % 8)
         try:
-            os.close(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
-            with native(str(part), CacheError):
-                save_file({"kv": kv, "tokens": tokens}, part, metadata)
-            with open(part, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except (OSError, SafetensorError, CacheError):
+            with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+                for tensor in (kv, tokens):
+                    file.write(_bytes(tensor).data)
+            os.replace(part, path)  # without fsync: what a power failure damages is a miss
+        except OSError:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             return False
-        self._trim()
+        self._trim(8 + len(text) + end)
         return True
 
     def discard(self, name: str) -> None:
@@ -206,29 +215,50 @@ class DiskStore:
 
     def _remove_leftovers(self) -> None:
         """Remove files that killed processes left unfinished."""
-        for part in self.folder.glob(".*.safetensors.*.part"):
-            with contextlib.suppress(OSError):
-                if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
-                    part.unlink()
+        with contextlib.suppress(OSError):
+            for part in self.folder.glob(".*.safetensors.*.part"):
+                with contextlib.suppress(OSError):
+                    if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
+                        part.unlink()
 
-    def _trim(self) -> None:
+    def _trim(self, written: int) -> None:
+        """Remove what exceeds the budget. The folder, which may have very many files, is listed
+        when this store's part of what was free is written."""
+        self._unseen -= written
+        if self._unseen >= written:
+            return
         files = self.files()
-        excess = sum(size for _, size, _ in files) - self.budget
+        total = sum(size for _, size, _ in files)
+        most = self.budget if total <= self.budget else self.budget - self.budget // FREED
         for _, size, path in files[:-1]:  # the newest was just written, and fits
-            if excess <= 0:
-                return
+            if total <= most:
+                break
             with contextlib.suppress(OSError):
                 path.unlink()
-                excess -= size
+                total -= size
+        self._unseen = (self.budget - total) // WRITERS
 
 
-def _checksum(tensor: Tensor) -> str:
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _checksum(tensor: Tensor, fill: Callable[[np.ndarray], object] = lambda data: None) -> str:
     """CRC-32 of the sums of all words by 4 KiB and by their place in these: as fast as memory is
-    read. Any flipped bit changes both."""
-    data = tensor.view(-1).view(torch.uint8).numpy()
+    read. Any flipped bit changes both. `fill` is called with each `READ_AT_ONCE` bytes before they
+    are summed."""
+    data = _bytes(tensor)
     whole = len(data) // BLOCK * BLOCK
-    words = data[:whole].view(np.uint64).reshape(-1, BLOCK // 8)
+    by_block = np.empty(whole // BLOCK, np.uint64)
+    by_place = np.zeros(BLOCK // 8, np.uint64)
+    for first in range(0, whole, READ_AT_ONCE):
+        part = data[first : min(first + READ_AT_ONCE, whole)]
+        fill(part)
+        words = part.view(np.uint64).reshape(-1, BLOCK // 8)
+        words.sum(1, out=by_block[first // BLOCK :][: len(words)])
+        by_place += words.sum(0)
+    fill(data[whole:])
     found = zlib.crc32(data[whole:].data)
-    for axis in (0, 1):
-        found = zlib.crc32(words.sum(axis, dtype=np.uint64), found)
+    for sums in (by_place, by_block):
+        found = zlib.crc32(sums.data, found)
     return f"{found:08x}"

@@ -220,7 +220,7 @@ class Engine:
             raise RequestError(
                 "the engine has unfinished requests: let them end first, or use another engine"
             )
-        waiting.queue = PlannedQueue(map(ours.validated, requests))
+        waiting.queue = PlannedQueue(map(ours.validated, ours.read_ahead(requests)))
         try:
             with collecting_less():
                 while self.has_unfinished():

@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future, wait
 from functools import partial
 
+from torch import Tensor
+
 from onestem.cache import PrefixCache
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import Grammar
@@ -186,6 +188,22 @@ class Requests:
         if self.factory.tiers is not None:
             wait(self.factory.tiers.prefixes.read(request))
         return request
+
+    def read_ahead(self, requests: Iterable[Request]) -> Iterable[Request]:
+        """The same requests; while they run, files are read that the prompts of the next ones go on
+        in."""
+        tiers = self.factory.tiers
+        if tiers is None:
+            return requests
+
+        def read(request: Request) -> list[Future[Tensor | None]]:
+            try:
+                self._check_length(request)
+            except RequestError:  # which is raised in its turn
+                return []
+            return tiers.prefixes.read(request)
+
+        return tiers.prefixes.read_ahead(requests, read)
 
     def prefetch_modules(self, segments: Iterable[Segment], cache_salt: str = "") -> None:
         """Read modules that may soon be wanted from the disk, if they are only there."""

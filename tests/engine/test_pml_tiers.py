@@ -189,6 +189,7 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     both = engine_with(tiny("llama"), tmp_path).tiers
     tiers, modules = both.stores, both.modules
     monkeypatch.setattr(tiers.copies, "is_aside", True)
+    monkeypatch.setattr("onestem.engine.tiers.stores.PROBED_SECONDS", 1e9)  # once
     module = next(s for s in compiled.segments if s.kind == "cached")
     name, count = module_name("model", "", module.key), len(module.token_ids)
     run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
@@ -262,8 +263,49 @@ def test_leftovers_of_a_killed_process_go(tmp_path):
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"disk_kv .* cannot be made"):
-        DiskStore(tmp_path / "file" / "x", MIB, "m")
+    for name in ("file/x", "file", "nul\0byte"):
+        with pytest.raises(ConfigError, match=r"disk_kv .* cannot be made: \w") as refused:
+            DiskStore(tmp_path / name, MIB, "m")
+        assert refused.value.args[0].isprintable()
+
+
+def test_a_folder_without_rights_is_a_miss(tmp_path):
+    """Root has all rights, so it is another user meanwhile."""
+    folder = tmp_path / "kv"
+    store, rows = DiskStore(folder, MIB, "m"), torch.zeros(16, 16)
+    assert store.put(A, rows, IDS)
+    is_root = os.geteuid() == 0
+    folder.chmod(0)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        for one in (store, DiskStore(folder, MIB, "m")):
+            assert A not in one
+            assert not one.read(A, torch.empty(16, 16))
+            assert one.tokens(A, len(IDS)) is None
+            assert not one.put(B, rows, IDS)
+            one.discard(A)
+            assert one.names() == []
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+    assert store.read(A, torch.empty(16, 16))
+    assert store.names() == [A]
+
+
+def test_a_full_folder_keeps_its_bound_without_a_look_at_each_write(tmp_path, monkeypatch):
+    """Four stores write in turns: what one has not seen of the others fits as well."""
+    rows, listings = torch.zeros(64, 64), []
+    budget = 256 * rows.nbytes
+    stores = [DiskStore(tmp_path, budget, "m") for _ in range(4)]
+    listed = DiskStore.files
+    monkeypatch.setattr(DiskStore, "files", lambda self: listings.append(1) or listed(self))
+    for i in range(400):
+        assert stores[i % 4].put(f"{i:032x}", rows, IDS)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= budget + rows.nbytes
+    assert len(listings) < 200
+    assert f"{399:032x}" in stores[0]
 
 
 def test_without_sharing_there_are_no_tiers(tiny):

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -152,6 +153,23 @@ def test_a_second_job_computes_its_own_tokens(tiny, tmp_path):
     assert kept == sum(map(len, heads))
 
 
+def test_files_are_read_before_their_turn(tiny):
+    """A group ahead, since host memory takes the files of so many; none from one without files."""
+    engine = engine_with(tiny("llama"))
+    prefixes, stores = engine.tiers.prefixes, engine.tiers.stores
+    stores.host.budget = 2 * 6 * 512 * stores.bytes_per_token
+    requests = [replace(one, group=i // 3) for i, one in enumerate(requests_for([[5]] * 18))]
+    files = {i: [Future() for _ in range(3)] for i in range(6) if i != 4}
+    asked, seen = [], []
+    for request in prefixes.read_ahead(
+        requests, lambda one: asked.append(one) or files.get(one.group, [])
+    ):
+        seen.append((request.request_id, len(asked)))
+    assert [int(name) for name, _ in seen] == list(range(18))
+    ahead = [count - 1 - int(name) for name, count in seen]
+    assert ahead == [3, 2, 1] * 4 + [0, 0, 0] + [2, 1, 0]
+
+
 def test_salts_have_files_of_their_own(tiny, tmp_path):
     prompt = long_prompts(1)[0]
     for salt, computed in (("a", 130), ("b", 130), ("a", 1), ("", 130)):
@@ -236,7 +254,7 @@ def test_a_disk_that_fails_is_a_miss(tiny, tmp_path, monkeypatch, failure):
     def fails(*_, **__):
         raise OSError(28, "No space left on device")
 
-    names = {"write": "save_file", "read": "open", "list": "Path.iterdir"}
+    names = {"write": "os.replace", "read": "open", "list": "Path.iterdir"}
     engine = engine_with(tiny("llama"), tmp_path)
     monkeypatch.setattr(f"onestem.cache.storage.{names[failure]}", fails, raising=False)
     found = run(engine, requests_for(prompts))
@@ -397,12 +415,12 @@ def test_the_index_forgets_what_no_tier_has(tiny, monkeypatch):
 @pytest.mark.parametrize("disk", [300_000, 64 * MIB])
 def test_an_idle_engine_saves_once(tiny, tmp_path, monkeypatch, disk):
     """What it has is more than the host's memory holds, or the disk."""
-    monkeypatch.setattr("onestem.engine.tiers.prefixes.IDLE_TOKENS", 200)
+    monkeypatch.setattr("onestem.engine.tiers.prefixes.MOST_UNWRITTEN", 200_000)
     engine = engine_with(tiny("llama"), tmp_path, host=100_000, disk=disk, num_pages=4096)
     run(engine, requests_for(long_prompts(8, head=1)))
     for _ in range(20):
         assert not engine.has_unfinished()
-    engine.tiers.stores.flush()
+        engine.tiers.stores.flush()
     saved = engine.tiers.stats.saved_tokens
     assert 0 < saved <= 8 * 136
     assert not engine.has_unfinished()
@@ -439,6 +457,31 @@ def test_a_kill_at_any_moment_leaves_whole_files(tiny, tmp_path):
         engine.close()
         for path in list(tmp_path.iterdir())[::2]:
             path.unlink()
+
+
+def answer_in_turns(path, folder, first: int) -> None:
+    """Prompts over tiers for few of them: each answer is that of an engine without."""
+    engine, plain = engine_with(path, folder, host=200_000, disk=900_000), make_engine(path)
+    prompts = long_prompts(8, head=1)
+    for i in range(24):
+        [request] = requests_for([prompts[(first + i * (first + 1)) % 8]])
+        assert same(run(plain, [request]), run(engine, [request])), i
+    engine.close()
+
+
+def test_two_processes_over_one_folder(tiny, tmp_path):
+    """Both write, read and evict there at once."""
+    kv = tmp_path / "kv"
+    code = (
+        KILLED.partition("engine =")[0]
+        + "print(flush=True); t.answer_in_turns(*map(Path, sys.argv[1:]), 2)"
+    )
+    command = [sys.executable, "-c", code, str(tiny("llama")), str(kv)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()  # it has imported all
+        answer_in_turns(tiny("llama"), kv, 0)
+        assert child.wait() == 0
+    assert 0 < sum(path.stat().st_size for path in kv.iterdir()) <= 900_000
 
 
 def test_a_bfloat16_model_gives_the_same_bits(tiny):

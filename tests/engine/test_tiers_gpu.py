@@ -8,6 +8,7 @@ import torch
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.ops.kv import read_kv
 from tests.engine.harness import answer, engine_on, make_engine, requests_for, shared_prompts
+from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.engine.test_tiers import few_tokens, long_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -83,3 +84,29 @@ def test_bits_stay(tiny):
             pages.fill_(float("nan"))
     answer(engine, [request])
     assert all(map(torch.equal, before, bits()))
+
+
+def test_an_engine_that_slept(tiny):
+    """KV memory is elsewhere afterwards: both directions find it."""
+    engine = gpu_engine(tiny("llama"), page_size=16, num_pages=40)
+    requests = requests_for(long_prompts(4, head=1))
+    want = tokens(make_engine(tiny("llama")), requests)
+    for i in range(3):
+        assert tokens(engine, requests) == want
+        engine.cache.make_room(engine.cache.pool.num_pages)
+        engine.weights.sleep(1)
+        taken = torch.full((64 * MIB,), 255, dtype=torch.uint8, device="cuda")  # where it was
+        engine.weights.wake_up()
+        assert engine.tiers.stats.from_host_tokens >= i * 500
+        del taken
+
+
+def test_what_a_module_takes_the_place_of_is_saved_first(tiny):
+    """A module that is copied back evicts a run, whose pages it gets."""
+    engine = gpu_engine(tiny("llama"), page_size=16, num_pages=24)
+    plain = make_engine(tiny("llama"))
+    prompts, modules = long_prompts(4, head=1), compiled_prompts("anchored")
+    for i in range(16):
+        for request in (*requests_for([prompts[i % 4]]), pml_request("pml", modules[i % 8])):
+            assert tokens(plain, [request]) == tokens(engine, [request]), i
+    assert engine.tiers.stats.from_host_tokens > 0

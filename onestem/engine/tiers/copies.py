@@ -228,6 +228,7 @@ class _GpuCopies:
 
     @torch.inference_mode()
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
+        self._rows.locate()
         main = torch.cuda.current_stream(self._device)
         every = [self.host_rows(len(slots)) for slots in parts]
         slots = self._slots(parts)
@@ -247,6 +248,7 @@ class _GpuCopies:
 
     @torch.inference_mode()
     def into(self, parts: Sequence[Part]) -> Copied:
+        self._rows.locate()
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_stream(self._out)  # what was copied out shortly before
         buffer = self._buffers[2]

@@ -7,7 +7,8 @@ admitted, what is in host memory is copied to its pages while steps go on; it ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from itertools import groupby
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from onestem.cache import PrefixCache, Run
 from onestem.cache.pieces import (
+    PIECE_TOKENS,
     Chain,
     Found,
     Piece,
@@ -28,7 +30,7 @@ from onestem.cache.pieces import (
 )
 from onestem.engine.sequence import Sequence, stretches_of
 from onestem.engine.tiers.copies import Copied, Part
-from onestem.engine.tiers.stores import TierStores
+from onestem.engine.tiers.stores import MOST_READ_AHEAD, MOST_UNWRITTEN, TierStores
 from onestem.request import Request
 from onestem.tree import Stretch
 
@@ -37,8 +39,8 @@ __all__ = ["PrefixTiers"]
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64  # fewer are computed about as fast
-IDLE_TOKENS = 1 << 14  # that an idle engine saves at a time: a new request waits so long
 READ_SHARE = 2  # of host memory, for what is read for one request
+MOST_LOOKED_AT = 128  # requests whose files are read before their turn
 MANY_PIECES = 1 << 13  # of which the index forgets those that no tier has any more
 
 
@@ -71,6 +73,7 @@ class PrefixTiers:
         self._loading: dict[Sequence, _Load] = {}
         self._asked: set[Sequence] = set()  # nothing more is there for these
         self._saved_at = -1  # the cache's clock
+        self._given: set[str] = set()  # to be written since then
         self._most_pieces: float = MANY_PIECES
         cache.on_evict = self._note_evicted
         stores.on_files = self._note_files
@@ -88,6 +91,7 @@ class PrefixTiers:
             piece = Piece.from_name(name)
             if piece is not None:
                 self._index.add(piece)
+                self._stores.disk_pays(piece.name, piece.num_tokens)  # one is measured
 
     def _tokens_of(self, piece: Piece) -> np.ndarray | None:
         disk = self._stores.disk
@@ -152,26 +156,37 @@ class PrefixTiers:
         self._index.prune(self._stores.has)
         self._most_pieces = max(MANY_PIECES, 2 * self.num_pieces)
 
-    def save_idle(self, most: int = IDLE_TOKENS) -> None:
-        """Write at least that many tokens to the disk that a restart would lose: the last first, as
-        many as it has room for."""
+    def save_idle(self) -> bool:
+        """Begin to write what a restart would lose: the last first, as much as the disk has room
+        for, and at a time as much as may wait to be written. False: there is no more."""
         stores = self._stores
         if stores.disk is None or self._saved_at == self._cache.idle.clock:
-            return
+            return False
+        if stores.is_writing:
+            return True
+        most = MOST_UNWRITTEN // stores.bytes_per_token
         room = stores.disk.budget // stores.bytes_per_token
         # What was released before the last whole pass was looked at then; what is pinned never is.
         new = (run for run in self._cache.tree if run.pins or run.last_used > self._saved_at)
         runs = [run for run in new if run.is_wanted or run.is_shared]
         for run in sorted(runs, key=lambda run: run.last_used, reverse=True):
             room -= run.computed
-            if most <= 0 or room < 0:
+            if most < 0 or room < 0:
                 break
-            saves = self._unsaved(run, stores.is_written) if run.computed else []
-            self._evicted += saves
-            most -= sum(len(save.tokens) for save in saves)
-        if most > 0:
+            for save in self._unsaved(run, self._was_given) if run.computed else ():
+                most -= len(save.tokens)
+                if most >= 0 or not self._evicted:
+                    self._evicted.append(save)
+        self._given.update(save.piece.name for save in self._evicted)
+        if most >= 0:
             self._saved_at = self._cache.idle.clock
+            self._given.clear()
         self.save_evicted()
+        return True
+
+    def _was_given(self, name: str) -> bool:
+        """Whether it is written, or this pass has tried to."""
+        return name in self._given or self._stores.is_written(name)
 
     # What is read.
 
@@ -195,6 +210,28 @@ class PrefixTiers:
             if one.end > at and room >= 0:
                 wanted.append((one.piece.name, size))
         return stores.read(wanted) if sum(size for _, size in wanted) >= LEAST_TOKENS else []
+
+    def read_ahead(
+        self, requests: Iterable[Request], read: Callable[[Request], list[Future[Tensor | None]]]
+    ) -> Iterator[Request]:
+        """Requests in their order, each after `read` was called for those behind it, as far as
+        their group or themselves have files, and these take their share of host memory."""
+        host, size = self._stores.host, PIECE_TOKENS * self._stores.bytes_per_token
+        most = MOST_READ_AHEAD if host is None else host.budget // READ_SHARE // size
+        ahead: deque[tuple[Request, list[Future[Tensor | None]]]] = deque()
+        group = None  # the last that has files
+        for request in requests:
+            files = read(request)
+            ahead.append((request, files))
+            group = request.group if files else group
+            goes_on = bool(files) or (request.group is not None and request.group == group)
+            while ahead and not (
+                goes_on and len(set().union(*(each for _, each in ahead))) < most
+                and len(ahead) < MOST_LOOKED_AT
+            ):  # fmt: skip
+                yield ahead.popleft()[0]
+        while ahead:
+            yield ahead.popleft()[0]
 
     # What is copied back.
 

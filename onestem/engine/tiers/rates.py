@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["CopyRates"]
 
+FADING = 0.95
+
 
 class CopyRates:
     """Rates of one engine.
@@ -12,7 +14,7 @@ class CopyRates:
         num_readers: threads that read.
 
     Attributes:
-        bytes_per_second: of a reader, with checksums; None: not measured.
+        bytes_per_second: of a reader, with checksums, at best of late; None: not measured.
         row_seconds: of computing a token; None: not measured.
     """
 
@@ -20,6 +22,12 @@ class CopyRates:
         self.num_readers = num_readers
         self.bytes_per_second: float | None = None
         self.row_seconds: float | None = None
+
+    def note_read(self, num_bytes: int, seconds: float) -> None:
+        """Note how long a reader took. One beside others is slower, and all of them together are
+        not: so the best counts, and fades with each that is slower."""
+        rate = num_bytes / seconds
+        self.bytes_per_second = max(rate, FADING * (self.bytes_per_second or rate))
 
     def note_step(self, prompt_rows: int, seconds: float) -> None:
         """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate counts:

@@ -4,7 +4,6 @@ write files while steps go on."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +19,8 @@ from onestem.threads import usable_cores
 
 __all__ = ["TierStats", "TierStores"]
 
-MOST_READERS = 8  # threads; each reads, checks and puts into pinned memory
+MOST_READERS = 16  # threads; each reads and checks a file
+PROBED_SECONDS = 1.0  # after which a file is read to see whether reading pays now
 MOST_READ_AHEAD = 64  # read and not used, where the host's store has no room for them
 MOST_UNWRITTEN = 1 << 30  # bytes that wait to be written; what comes beyond is not written
 MOST_FRESH = 1 << 12  # names of what was read and is not used yet; then all count as used
@@ -54,6 +54,7 @@ class TierStores:
         reading: what is read, or was read and not used.
         rates: of reading and of computing.
         on_files: called with the names of all files, now and then, in any thread.
+        until: when writing has to end, by `time.monotonic`.
     """
 
     def __init__(self, copies: KvCopies, *, host: HostStore | None, disk: DiskStore | None) -> None:
@@ -67,10 +68,10 @@ class TierStores:
         self._readers = ThreadPoolExecutor(self.rates.num_readers, "onestem-kv-read")
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
         self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
-        self._later: deque[tuple[str, np.ndarray, Callable[[], object]]] = deque()
-        self._until = float("inf")  # when writing must have ended
+        self.until = float("inf")
         self._damaged: set[str] = set()
         self._probe: Future[Tensor | None] | None = None
+        self._probed = float("-inf")
         self._listed = float("-inf")
         self._fresh: set[str] = set()  # read, and not taken yet
 
@@ -95,17 +96,21 @@ class TierStores:
         return self.disk is not None and name not in self._damaged and name in self.disk
 
     def disk_pays(self, name: str, num_tokens: int, beside: int = 1) -> bool:
-        """Whether reading beats computing: on a GPU only if both measured rates say so. The disk's
-        is measured on the side, with the first file that is asked for. `beside`: pieces that are
-        read at once."""
-        if not self.copies.is_aside:
+        """Whether reading beats computing: on a GPU only if both measured rates say so. Where they
+        do not, the disk's is measured on the side, now and then. `beside`: pieces that are read at
+        once."""
+        if not self.copies.is_aside or self.rates.reading_pays(self.bytes_per_token, beside):
             return True
-        if self.rates.bytes_per_second is None:
-            self._probe = self._probe or self._readers.submit(self._timed_read, name, num_tokens)
-        return self.rates.reading_pays(self.bytes_per_token, beside)
+        is_free = self._probe is None or self._probe.done()
+        if is_free and time.monotonic() > self._probed + PROBED_SECONDS:
+            self._probed = time.monotonic()
+            self._probe = self._readers.submit(self._timed_read, name, num_tokens)
+        return False
 
     def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
         """Begin to read what is on the disk alone (names, tokens) if that pays."""
+        now = {name for name, one in list(self.reading.items()) if not one.done()}
+        beside = len(now.union(name for name, _ in wanted))
         return [
             self._read(name, num_tokens)
             for name, num_tokens in wanted
@@ -113,7 +118,7 @@ class TierStores:
             or (
                 not self.on_host(name)
                 and self.on_disk(name)
-                and self.disk_pays(name, num_tokens, len(wanted))
+                and self.disk_pays(name, num_tokens, beside)
             )
         ]
 
@@ -135,14 +140,14 @@ class TierStores:
         host, disk = self.host, self.disk  # in this order: after `forget` none gets what is old
         if disk is None:
             return None
-        started = time.perf_counter()
         kv = self.copies.host_rows(num_tokens)
+        started = time.perf_counter()
         if not disk.read(name, kv):
             return None
         if len(self._fresh) >= MOST_FRESH:
             self._fresh.clear()
         self._fresh.add(name)
-        self.rates.bytes_per_second = kv.nbytes / (time.perf_counter() - started)
+        self.rates.note_read(kv.nbytes, time.perf_counter() - started)
         if host is not None and host.put(name, kv):
             self.reading.pop(name, None)
         return kv
@@ -178,6 +183,11 @@ class TierStores:
         on_host = self.host is None or name in self.host
         return on_host and (self.disk is None or self.is_written(name))
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._writing)
+
     def is_written(self, name: str) -> bool:
         """Whether it has a file, or will have."""
         return name in self._writing or self.on_disk(name)
@@ -202,48 +212,42 @@ class TierStores:
         if self.disk is None or self.is_written(name):
             return
         unwritten = sum(size for _, size in list(self._writing.values()))
-        if not unwritten or unwritten + kv.nbytes <= MOST_UNWRITTEN:
-            ids = torch.from_numpy(np.array(tokens, np.int32))
-            future = self._writer.submit(self._write, name, ids, kv, wait)
-            self._writing[name] = future, kv.nbytes
-            future.add_done_callback(lambda _: self._writing.pop(name, None))
-        elif self.host is not None and len(self._later) < len(self.host):
-            self._later.append((name, np.array(tokens, np.int32), wait))
-        else:
-            self.stats.not_written += 1
+        rows: Tensor | None = kv
+        if unwritten and unwritten + kv.nbytes > MOST_UNWRITTEN:
+            if self.host is None or len(self._writing) > len(self.host):
+                self.stats.not_written += 1
+                return
+            rows = None  # what the host has of it then
+        ids = torch.from_numpy(np.array(tokens, np.int32))
+        future = self._writer.submit(self._write, name, ids, rows, wait)
+        self._writing[name] = future, 0 if rows is None else kv.nbytes
+        future.add_done_callback(lambda _: self._writing.pop(name, None))
 
-    def _write(self, name: str, tokens: Tensor, kv: Tensor, wait: Callable[[], object]) -> None:
+    def _write(
+        self, name: str, tokens: Tensor, kv: Tensor | None, wait: Callable[[], object]
+    ) -> None:
         assert self.disk is not None
-        if time.monotonic() > self._until:
+        if kv is None and self.host is not None:
+            kv = self.host.get(name)
+        if kv is None or time.monotonic() > self.until:
             self.stats.not_written += 1
             return
         wait()
         written = self.disk.put(name, kv, tokens)
         self.stats.not_written += not written  # not in one: others count while it is written
         self._damaged.discard(name)
-        while self._later:  # what is in host memory still
-            name, ids, wait = self._later.popleft()
-            rows = None if self.host is None else self.host.get(name)
-            if rows is None or time.monotonic() > self._until:
-                self.stats.not_written += 1
-            elif not self.on_disk(name):
-                wait()
-                written = self.disk.put(name, rows, torch.from_numpy(ids))
-                self.stats.not_written += not written
 
     def aside(self, function: Callable[[], object]) -> None:
         """Have a thread call something that asks for files."""
         self._readers.submit(function)
 
-    def list_files(self) -> Future[None] | None:
+    def list_files(self) -> Future[object] | None:
         """Look for files of others; None: that was done shortly before."""
-        if self.disk is None or time.monotonic() < self._listed + LISTED_SECONDS:
+        disk = self.disk
+        if disk is None or time.monotonic() < self._listed + LISTED_SECONDS:
             return None
         self._listed = time.monotonic()
-        return self._readers.submit(self._list, self.disk)
-
-    def _list(self, disk: DiskStore) -> None:
-        self.on_files(disk.names())
+        return self._readers.submit(lambda: self.on_files(disk.names()))
 
     def forget(self) -> None:
         """Drop what is kept: the model has other weights. Files are for the checkpoint's weights,
@@ -270,9 +274,8 @@ class TierStores:
         if self.disk is not None:
             self.disk.discard(name)
 
-    def close(self, seconds: float) -> None:
-        """Write what was saved, for about that many seconds, and end the threads."""
-        self._until = time.monotonic() + seconds
+    def close(self) -> None:
+        """Write what was saved, as long as there is time, and end the threads."""
         self.flush()
         for threads in (self._writer, self._readers):
             threads.shutdown()

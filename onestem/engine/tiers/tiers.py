@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -64,5 +65,7 @@ class KvTiers:
 
     def close(self, seconds: float) -> None:
         """Write what a restart would lose, for about that many seconds, and end the threads."""
-        self.prefixes.save_idle(most=2**62)
-        self.stores.close(seconds)
+        self.stores.until = time.monotonic() + seconds
+        while self.prefixes.save_idle() and time.monotonic() < self.stores.until:
+            self.stores.flush()
+        self.stores.close()

@@ -60,10 +60,11 @@ class PageRows:
     def __init__(self, every: Sequence[Tensor]) -> None:
         self._every = every
         self._places: list[int] = []
-        self._locate()
+        self.locate()
 
-    def _locate(self) -> None:
-        """Note where the pages are: an engine that slept has other memory."""
+    def locate(self) -> None:
+        """Note where the pages are. To be called before a copy: an engine that slept has other
+        memory."""
         places = [pages.data_ptr() for pages in self._every]
         if places == self._places:
             return
@@ -87,7 +88,6 @@ class PageRows:
         self._launch(slots, first, count, rows, out=False)
 
     def _launch(self, slots: Tensor, first: int, count: int, rows: Tensor, *, out: bool) -> None:
-        self._locate()
         _move[len(self._table), triton.cdiv(count, _TOKENS)](
             self._table, slots, first, rows.view(torch.int16 if self._bits == 16 else torch.int32),
             count, self._width, self._page_size,
