@@ -33,10 +33,13 @@ import numpy as np
 import torch
 
 from onestem import LLM, AsyncLLM, SamplingParams
+from onestem.engine.tiers.stores import MOST_READERS
+from onestem.threads import usable_cores
 from onestem_lab.results import RESULTS, device_name, machine, write
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 ROUNDS = 4
+PINNING = 5.0  # seconds in which host memory is pinned, beside what runs
 PARTS = ("first", "sessions", "job", "beside")
 Json = dict[str, Any]
 
@@ -141,6 +144,7 @@ def measure_first(options: argparse.Namespace, folder: Path) -> Json:
     with _llm(options, room, **kept) as llm:
         for _ in range(2):  # rates of computing and of the disk are measured here
             _first(llm, _draw(rng, count))
+        time.sleep(PINNING if options.device != "cpu" else 0)
         _first(llm, prompts[0])
         found["disk"] = _some([_first(llm, prompt) for prompt in prompts[1:]])
     found["floor"] = _floor(options, folder, size)
@@ -169,13 +173,14 @@ def _floor(options: argparse.Namespace, folder: Path, size: int) -> Json:
     buffers = [np.empty(path.stat().st_size // 8 * 8, np.uint8) for path in files]
     for buffer in buffers:
         buffer.fill(1)
-    with ThreadPoolExecutor(8) as threads:
+    readers = min(MOST_READERS, usable_cores())
+    with ThreadPoolExecutor(readers) as threads:
         for _ in range(3):
             began = time.perf_counter()
             list(threads.map(_read, files, buffers))
             reads.append((time.perf_counter() - began) * size / total)
     copy, read = statistics.median(copies), statistics.median(reads)
-    return {"copy": round(copy, 4), "read": round(read, 4)}
+    return {"copy": round(copy, 4), "read": round(read, 4), "readers": readers}
 
 
 def _read(path: Path, into: np.ndarray) -> int:
@@ -232,7 +237,10 @@ def measure_job(options: argparse.Namespace, folder: Path) -> Json:
             found[name] = {
                 "seconds": round(time.perf_counter() - began, 2),
                 "computed_tokens": sum(one.metrics.num_computed_tokens for one in outputs),
+                "disk_tokens": sum(one.metrics.num_disk_tokens for one in outputs),
             }
+        names = (path.stem.split("-") for path in folder.iterdir())
+        found[name]["tokens_in_files"] = sum(int(name[2]) for name in names)
     return found
 
 
