@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -227,31 +228,37 @@ def test_most_texts_are_given_out_as_they_are():
 
 
 GAPS = [one.name for one in fields(Gaps)]
-BITS = ["{", "}", '"', "\\", ",", ":", "[", "]", "\n", " ", "a", "12", "true", "é", "😀", "<", "|"]
+BITS = ["{", "}", '"', "\\", ",", ":", "[", "]", "\n", " ", "a", "12", "true", "é", "😀", "<", "|",
+        "word", " two", "\n\n", "\t", "\u2028", "\0", "</", "1e3"]  # fmt: skip
+
+
+def sequences(form: Form, rng: random.Random, count: int) -> Iterator[tuple[list[str], Reading]]:
+    """Random sequences of a form's own texts, halves of them, and others, each with a way to read
+    it."""
+    own = [
+        *form.marks, *form.dropped, *form.reasoning_marks, *form.section, form.opening, form.middle,
+        form.closing, form.begin, form.separator, form.silent, "f", "g", '{"s": "x"}',
+        '{"n": 1.50}', *(text for other, text, _ in WRITTEN if other == form),
+    ]  # fmt: skip
+    if form.channels is not None:
+        own += [*form.channels.begins, *form.channels.ends, form.channels.recipient, THOUGHT]
+    own = [text for text in own if text]
+    for _ in range(count):
+        parts = [rng.choice(own if rng.random() < 0.6 else BITS) for _ in range(rng.randint(1, 30))]
+        parts = [
+            part[: rng.randint(1, len(part))] if rng.random() < 0.2 else part for part in parts
+        ]
+        gaps = Gaps(**{name: rng.choice([None, "", "\n", "\n\n"]) for name in GAPS})
+        how = {"opened": rng.random() < 0.5, "calls": rng.random() < 0.8}
+        yield parts, reading_of(form, gaps=gaps, **how)
 
 
 @pytest.mark.parametrize("count", [20, soaked(6_000)])
 @pytest.mark.parametrize("form", [*FORMS, THINKING], ids=lambda form: form.name)
 def test_any_text_is_read_the_same_in_any_pieces(form, count):
-    """Random sequences of a form's own texts, halves of them, and others."""
     rng = random.Random(form.name)
-    own = [
-        *form.marks, *form.dropped, *form.reasoning_marks, *form.section, form.opening, form.middle,
-        form.closing, form.begin, "f", "g", '{"s": "x"}', *(t for f, t, _ in WRITTEN if f == form),
-    ]  # fmt: skip
-    if form.channels is not None:
-        own += [*form.channels.begins, *form.channels.ends, form.channels.recipient, THOUGHT]
-    for _ in range(count):
-        parts = [rng.choice(own if rng.random() < 0.6 else BITS) for _ in range(rng.randint(1, 25))]
-        parts = [
-            part[: rng.randint(1, len(part))] if rng.random() < 0.2 else part
-            for part in parts
-            if part
-        ]
+    for parts, reading in sequences(form, rng, count):
         text = "".join(parts)
-        gaps = Gaps(**{name: rng.choice([None, "", "\n", "\n\n"]) for name in GAPS})
-        how = {"opened": rng.random() < 0.5, "calls": rng.random() < 0.8}
-        reading = reading_of(form, gaps=gaps, **how)
         whole = ReadAnswer.of(text, reading)
         for most in (1, 4, 30):
             assert read_in_pieces(text, reading, rng, most) == whole, text

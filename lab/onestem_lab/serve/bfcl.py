@@ -1,6 +1,6 @@
 """All of BFCL's single-turn prompts and their tools, sent to a server of ours.
 
-    python -m onestem_lab.serve.bfcl STATE [--model embedded|smollm2] [--every 1]
+    python -m onestem_lab.serve.bfcl STATE [--model embedded|smollm2] [--every 1] [--servers 1]
 
 Asked is that a server takes each prompt, and that each answer is made of valid calls where calls
 are `required`: of tools that are there, with arguments that are JSON and that their schemas allow.
@@ -25,8 +25,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("state", type=Path, help="file of what was found")
     parser.add_argument("--model", choices=list(TOKENIZERS), default="embedded")
     parser.add_argument("--every", type=int, default=1, help="of how many prompts one is sent")
+    parser.add_argument("--servers", type=int, default=1, help="that share the prompts")
     parser.add_argument("--seconds", type=float, default=1e9, help="of sending; 0: summarise")
     parser.add_argument("--out", type=Path, default=RESULTS / "bfcl.json")
     options = parser.parse_args()
@@ -77,14 +80,9 @@ def main() -> None:
     left = [ask for ask in asks if (options.model, ask.question.id, ask.kind) not in done]
     print(f"{len(left)} of {len(asks)} requests are left", file=sys.stderr)
     if left and options.seconds > 0:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            flags = ["--kv-memory=1GiB", "--device=cpu", f"--max-model-len={MAX_LEN}"]
-            tokenizer = TOKENIZERS[options.model]()
-            flags += [f"--model={tiny(tokenizer, folder / 'model')}", "--random-weights"]
-            port = free_port()
-            url = stack.enter_context(serving(onestem_command(port, folder, flags), port))
-            asyncio.run(_send(url, left, closing(tokenizer), options))
+        parts = [left[place :: options.servers] for place in range(options.servers)]
+        with ProcessPoolExecutor(options.servers) as pool:
+            list(pool.map(partial(_ask_server, options), parts))
     result = {
         "command": " ".join(["python -m onestem_lab.serve.bfcl", *sys.argv[1:]]),
         "machine": machine(),
@@ -94,6 +92,18 @@ def main() -> None:
     }
     write(options.out, result)
     print(json.dumps(result, indent=1))
+
+
+def _ask_server(options: argparse.Namespace, asks: Sequence[Ask]) -> None:
+    """Send requests to a server of their own."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        flags = ["--kv-memory=1GiB", "--device=cpu", f"--max-model-len={MAX_LEN}"]
+        tokenizer = TOKENIZERS[options.model]()
+        flags += [f"--model={tiny(tokenizer, folder / 'model')}", "--random-weights"]
+        port = free_port()
+        url = stack.enter_context(serving(onestem_command(port, folder, flags), port))
+        asyncio.run(_send(url, asks, closing(tokenizer), options))
 
 
 @dataclass(frozen=True)
@@ -246,7 +256,7 @@ async def _send(
 ) -> None:
     """Send all requests, some at a time, and write a line for each answer."""
     left, until = iter(asks), time.monotonic() + options.seconds
-    with options.state.open("a") as state:
+    with options.state.open("a", 1 << 20) as state:  # a line is written at once
         async with open_client(url, None, 600.0) as client:
 
             async def worker() -> None:

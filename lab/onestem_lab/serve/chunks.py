@@ -117,7 +117,8 @@ def _measure(folder: Path, kind: str, options: argparse.Namespace) -> tuple[floa
     command = [sys.executable, "-m", "onestem_lab.serve.chunks", "--serve"]
     if options.profile:
         command += ["--profile", str(options.profile)]
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'lab'}"}
+    found_in = os.pathsep.join([str(folder), str(ROOT / "lab"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": found_in}
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

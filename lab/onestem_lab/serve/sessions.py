@@ -1,6 +1,7 @@
 """How much of agents' sessions is computed twice?
 
     python -m onestem_lab.serve.sessions [--turns 60] [--system-tokens 30000] [--template qwen3]
+        [--servers 1]
 
 Sessions of three shapes are made from BFCL's multi-turn tasks (`sessions_data`): a coding agent
 with two sub-agents, a research agent whose conversation branches, and four users at a time. They
@@ -25,8 +26,10 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -60,12 +63,30 @@ def main() -> None:
         PAGE.write_text(replaced(PAGE.read_text(), "onestem_lab.serve.sessions", table()))
         return
     sizes = Sizes(options.turns, options.system_tokens, options.result_tokens)
+    if options.servers == 1:
+        groups = [(options.shapes, options.apis)]
+    else:
+        groups = [([shape], [api]) for shape in options.shapes for api in options.apis]
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.servers) as pool:
+        run = partial(measured, options.template, sizes, kv_memory=options.kv_memory,
+                      log=options.log)  # fmt: skip
+        each = list(pool.map(run, *zip(*groups, strict=True)))
+    parts = [part for one in each for part in one["parts"]]
+    computed = sum(one["metrics_computed"] for one in each)
     result = {
         "command": " ".join(["python -m onestem_lab.serve.sessions", *sys.argv[1:]]),
         "machine": machine(),
-        **measured(options.template, sizes, options.shapes, options.apis, options.kv_memory,
-                   log=options.log),
-    }  # fmt: skip
+        "template": options.template,
+        "turns": sizes.turns,
+        "system_tokens": sizes.system_tokens,
+        "result_tokens": sizes.result_tokens,
+        "seconds": time.monotonic() - began,
+        "parts": parts,
+        "total": {**total(parts), "metrics_computed": computed},
+        "asked": ASKED,
+        "good": all(one["good"] for one in each),
+    }
     print(json.dumps(result, indent=1))
     if not options.short:
         write(RESULTS / f"serve-sessions-{options.template}{options.suffix}.json", result)
@@ -81,7 +102,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--system-tokens", type=int, default=30_000, help="with tools")
     parser.add_argument("--result-tokens", type=int, default=8000, help="of the longest result")
     parser.add_argument("--kv-memory", default="2GiB")
-    parser.add_argument("--log", type=Path, help="the server's log (default: thrown away)")
+    parser.add_argument("--servers", type=int, default=1, help="that run at a time")
+    parser.add_argument("--log", type=Path, help="of one server (default: thrown away)")
     parser.add_argument("--suffix", default="", help="appended to the result file's name")
     parser.add_argument("--short", action="store_true", help="no result file")
     parser.add_argument("--table", action="store_true", help="write the note's table, and no more")
@@ -97,8 +119,8 @@ def measured(
     *,
     log: Path | None = None,
 ) -> dict[str, Any]:
-    """Figures of each shape through each API."""
-    began = time.monotonic()
+    """Figures of each shape through each API, by one server; `metrics_computed`: all prompt tokens
+    that its engine has computed, as it says."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         model = make_model(folder / "model", template)
@@ -125,18 +147,11 @@ def measured(
             {"shape": shape, "api": api, **figures(session, form)}
             for (shape, api), session in zip(cells, sessions, strict=True)
         ]
-    whole = total(found)
     return {
-        "template": template,
-        "turns": sizes.turns,
-        "system_tokens": sizes.system_tokens,
-        "result_tokens": sizes.result_tokens,
-        "seconds": time.monotonic() - began,
         "parts": found,
-        "total": {**whole, "metrics_computed": counted},
-        "asked": ASKED,
+        "metrics_computed": counted,
         "good": all(one["ratio"] <= ASKED and not one["usage_differs"] for one in found)
-        and counted == whole["computed"],
+        and counted == sum(one["computed"] for one in found),
     }
 
 
