@@ -15,6 +15,7 @@ from onestem.cli import (
     batch,
     bench,
     chat,
+    check_bits,
     env,
     evaluate,
     generate,
@@ -46,6 +47,7 @@ app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("eval")(evaluate.evaluate)
+app.command("check-bits")(check_bits.check_bits)
 app.command("env")(env.env)
 app.add_typer(pml.app, name="pml")
 app.add_typer(bench.app, name="bench")
