@@ -35,3 +35,23 @@ def test_rows_are_those_of_each_layer(dtype, head_major):
     others = torch.tensor(sorted(set(range(28)) - set(slots.tolist())), device=device)
     for pages, old in zip(every, before, strict=True):
         assert torch.equal(read_kv(pages, others), read_kv(old, others))
+
+
+def test_pages_that_are_elsewhere_are_found():
+    """KV memory that was released and taken again."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    every = [allocate_pages(7, 4, *shape, dtype=torch.float32, device=device) for shape in SHAPES]
+    moved = page_rows.PageRows(every)
+    before, taken = [pages.data_ptr() for pages in every], []
+    for pages in every:
+        storage, size = pages.untyped_storage(), pages.untyped_storage().nbytes()
+        storage.resize_(0)
+        taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+        storage.resize_(size)
+        pages.copy_(torch.randn(pages.shape))
+    assert before != [pages.data_ptr() for pages in every]
+    moved.locate()
+    slots = torch.arange(28, device=device)
+    rows = torch.empty(28, sum(h * d for h, d in SHAPES), device=device)
+    moved.gather(slots, 0, 28, rows)
+    assert torch.equal(rows, torch.cat([read_kv(pages, slots).flatten(1) for pages in every], 1))
