@@ -17,12 +17,13 @@ from onestem.engine.engine import Engine
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
 from onestem.engine.warm_up import warm_up
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.find import find_model
 from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
+from onestem.models.sizes import quantised_as
 from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built
 from onestem.options import EngineOptions, parse_memory
@@ -34,6 +35,7 @@ __all__ = [
     "GIB",
     "GPU_SHARE",
     "build_engine",
+    "check_deterministic",
     "check_ranks",
     "kv_memory_bytes",
     "largest_decode",
@@ -75,6 +77,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
+        check_deterministic(options, config, device)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -84,6 +87,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             device=device,
             random_weights=options.makes_weights_up,
             quantization=options.quantization,
+            deterministic=options.deterministic,
         )
         num_pages = _num_pages(options, config, decoder, device, team)
         engine = Engine(
@@ -162,7 +166,8 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
-    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}"
+    bits = " deterministic" if options.deterministic else ""
+    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}"
 
 
 def pick_device(name: str) -> torch.device:
@@ -240,6 +245,26 @@ def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
             raise ConfigError(
                 f"{name} is {getattr(options, name)}, and tensor_parallel_size is "
                 f"{options.tensor_parallel_size}: all stays in KV memory then, leave it out"
+            )
+
+
+def check_deterministic(options: EngineOptions, config: ModelConfig, device: torch.device) -> None:
+    """Raise `UnsupportedError` where `deterministic` is asked for, and bits would depend on more
+    than a position's tokens."""
+    if not options.deterministic:
+        return
+    ranks, stored = options.tensor_parallel_size, quantised_as(config, options.quantization)
+    refused = [
+        (device.type != "cpu", f"device is {device}", "use cpu"),
+        (ranks > 1, f"tensor_parallel_size is {ranks}", "leave it out"),
+        (stored is not None, f"weights are quantised ({stored})", "take 16-bit or float32 weights"),
+        (config.experts is not None, "the model has experts", "take a dense model"),
+        (options.share == "no-attention", "share is no-attention", "use full"),
+    ]
+    for is_so, what, way_out in refused:
+        if is_so:
+            raise UnsupportedError(
+                f"{what}, which cannot be deterministic yet: {way_out}, or leave deterministic out"
             )
 
 

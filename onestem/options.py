@@ -173,6 +173,10 @@ class EngineOptions(Options):
     """Round the layers' weights when they are loaded: fp8 or int8 per channel, int4 in groups of
     128 (docs/models.md) (default: as the checkpoint has them)."""
 
+    deterministic: bool = Field(default=False, json_schema_extra={"identity": True})
+    """Logits have the same bits in any batch and after any hit: of dense models in 16 bits or
+    float32, on a CPU (docs/sampling.md)."""
+
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Devices that hold the model together: GPUs from the device on, or processes on the CPU
     (docs/tensor-parallel.md)."""

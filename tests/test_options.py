@@ -136,7 +136,8 @@ def test_the_command_line_and_python_read_the_same(tmp_path, monkeypatch):
         assert (llm.options.page_size, llm.engine.cache.pool.page_size) == (8, 8)
         assert llm.options.kv_memory == llm.kv_tokens * llm.decoder.kv_bytes_per_token <= 1 << 20
         identity = {"device", "dtype", "logprobs_mode", "max_model_len", "quantization"}
-        assert set(llm.options.identity()) == identity | {"random_weights"}
+        identity |= {"deterministic", "random_weights"}
+        assert set(llm.options.identity()) == identity
     with LLM(model, page_size=4) as llm:
         assert llm.options.page_size == 4
     with LLM.from_options(EngineOptions(model=model, kv_memory="1MiB")) as llm:

@@ -83,7 +83,12 @@ class Engine:
     ) -> None:
         config, page_size, share = decoder.config, options.page_size, options.share
         limit, kv_tokens = config.max_position_embeddings, num_pages * page_size
-        impl = resolve(options.impl, decoder.device, heads=decoder.part.head_shapes)
+        impl = resolve(
+            options.impl,
+            decoder.device,
+            heads=decoder.part.head_shapes,
+            deterministic=options.deterministic,
+        )
         step_tokens = options.max_step_tokens or decoder.step_rows
         self.options = options.replace(
             max_model_len=model_len(limit, kv_tokens, options.max_model_len),

@@ -116,7 +116,11 @@ class Requests:
             answers=self.answers.limit,
         )
         self._check_pml = partial(
-            check_pml, config=config, tokenizer=tokenizer, page_size=pool.page_size
+            check_pml,
+            config=config,
+            tokenizer=tokenizer,
+            page_size=pool.page_size,
+            deterministic=options.deterministic,
         )
         # Of requests that were read and have not ended, by id.
         self._job_of: dict[str, str] = {}

@@ -132,7 +132,7 @@ class Builder:
         assert isinstance(weight, Tensor)
         if rounds_head(self.config, self.quantization, self.target):
             return rounded_head(weight, layout, bias)
-        head = Head(weight, layout, bias)
+        head = Head(weight, layout, bias, deterministic=self.target.deterministic)
         self.places.append(ProductPlace(head, (self.tensors.head,)))
         return head
 

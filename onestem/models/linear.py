@@ -14,7 +14,8 @@
 For a fixed number of threads, a product of one shape has the same bits every time. Whether a row's
 bits change with the rows beside it depends on oneDNN and MKL, which do not promise it. On AVX2
 packed products changed at no shape tried, plain float32 products changed below 16 rows. On AMX all
-kinds changed at some shapes.
+kinds changed at some shapes. `deterministic` products keep to numbers of rows that do not change
+them (`onestem.models.by_row`), and to one copy of the weight.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onestem.errors import UnsupportedError
+from onestem.models.by_row import ALIGNED, in_parts, made_up, numbers_alike
 from onestem.ops.rounding import RoundedRows
 from onestem.threads import ram_bytes
 
@@ -103,12 +106,19 @@ class Layout(enum.Enum):
         return 4 if self is Layout.PACKED_FLOAT32 else dtype.itemsize
 
 
-def choose_layout(dtype: torch.dtype, device: torch.device, weight_bytes: int = 0) -> Layout:
+def choose_layout(
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int = 0,
+    *,
+    deterministic: bool = False,
+) -> Layout:
     """The layout for all weights of a model that takes `weight_bytes` in `dtype`."""
     if device.type != "cpu" or not _can_pack(dtype):
         return Layout.PLAIN
     if dtype == torch.float32:
-        return Layout.PACKED_AND_PLAIN if has_room(2 * weight_bytes) else Layout.PACKED
+        both = has_room(2 * weight_bytes) and not deterministic
+        return Layout.PACKED_AND_PLAIN if both else Layout.PACKED
     if _has_native_products(dtype):
         return Layout.PACKED
     with_copies = weight_bytes + 4 * weight_bytes // dtype.itemsize
@@ -193,18 +203,40 @@ class _Weight:
     Attributes:
         weight: as it is; None: not kept.
         packed: by oneDNN; None: not kept, or dropped until it is written again.
+        deterministic: a row's bits do not depend on the rows beside it.
     """
 
     layout: Layout
     weight: Tensor | None
     packed: Tensor | None
+    deterministic: bool
 
-    def _keep(self, weight: Tensor, layout: Layout, *, plain: bool) -> None:
+    def _keep(
+        self, weight: Tensor, layout: Layout, *, plain: bool, deterministic: bool = False
+    ) -> None:
         self.layout = layout
+        self.deterministic = deterministic
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.weight = weight if plain else None
         self.packed = None if self.layout is Layout.PLAIN else _pack(weight, self.layout)
+
+    def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the one copy that the layout has for any rows, not rounded."""
+        if self.packed is None:
+            return F.linear(x, _present(self.weight), bias)
+        x = x.float() if self.layout is Layout.PACKED_FLOAT32 else x
+        return packed_product(x, self.packed, bias)
+
+    def _by_row(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`_whole`, in parts whose numbers of rows do not change a row's bits."""
+        return in_parts(lambda part: self._whole(part, bias), x, self._numbers(bias is not None))
+
+    def _numbers(self, biased: bool) -> tuple[int, ...]:
+        offset = 0 if self.weight is None else self.weight.data_ptr() % ALIGNED
+        offset = offset if self.layout is Layout.PLAIN else 0
+        shape = self.out_features, self.in_features
+        return _numbers_of(shape, self.dtype, self.layout, biased, offset, torch.get_num_threads())
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
@@ -225,17 +257,27 @@ class Linear(_Weight, Projection):
     """y = x W^T + b. x [num_rows, in_features], y [num_rows, out_features], both in one dtype."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, layout: Layout | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        layout: Layout | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         """weight [out_features, in_features], bias [out_features]; both are kept, not copied."""
         layout = layout or choose_layout(weight.dtype, weight.device)
-        self._keep(weight, layout, plain=layout is not Layout.PACKED)
+        self._keep(weight, layout, plain=layout is not Layout.PACKED, deterministic=deterministic)
         self.bias = bias
         self.packed_bias = _packed_bias(bias, self.layout)
         self.amx = _is_amx_product(self.layout, weight.dtype)
         self.kind = f"{str(weight.dtype).removeprefix('torch.')}, {self.layout.value}"
+        if deterministic:
+            self._numbers(bias is not None)  # raises where there are none
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.deterministic:
+            bias = self.bias if self.packed is None else self.packed_bias
+            return self._by_row(x, bias).to(x.dtype)
         if self.packed is None or self._is_plain(x):
             return F.linear(x, _present(self.weight), self.bias)
         if self.layout is Layout.PACKED_FLOAT32:
@@ -303,7 +345,12 @@ class Head(_Weight):
     """
 
     def __init__(
-        self, weight: Tensor, layout: Layout | None = None, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        layout: Layout | None = None,
+        bias: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         """weight [vocab_size, hidden_size]; a plain layout shares it with the embedding. bias
         [vocab_size] is added in float32.
@@ -312,24 +359,26 @@ class Head(_Weight):
         it. Without it a step of 16 rows takes 2.7 times as long here.
         """
         layout = layout or choose_layout(weight.dtype, weight.device)
-        self._keep(weight, layout, plain=layout is Layout.PLAIN)
+        self._keep(weight, layout, plain=layout is Layout.PLAIN, deterministic=deterministic)
         self.bias = bias
         self.memory = LogitsMemory()
+        if deterministic:
+            self._numbers(biased=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self._product(x)
         return product if self.bias is None else product.add_(self.bias)
 
     def _product(self, x: Tensor) -> Tensor:
-        if self.packed is None:
+        if self.deterministic:
+            product = self._by_row(x, None)
+        elif self.packed is None:
             weight = _present(self.weight)
             if x.is_cuda and x.dtype != torch.float32:
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
             product = F.linear(x, weight)
-        elif self.layout is Layout.PACKED_FLOAT32:
-            product = packed_product(x.float(), self.packed, None)
         else:
-            product = packed_product(x, self.packed, None)
+            product = self._whole(x, None)
         if product.dtype == torch.float32:
             return product
         return self.memory.empty(*product.shape).copy_(product)
@@ -371,6 +420,33 @@ def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     dtype, [num_rows, out_features]."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
+
+
+@functools.cache
+def _numbers_of(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    layout: Layout,
+    biased: bool,
+    offset: int,
+    threads: int,
+) -> tuple[int, ...]:
+    """Numbers of rows at which products of a shape agree, with as many `threads` as torch has now;
+    see `onestem.models.by_row`. This is tried out, with another weight that is freed afterwards."""
+    row, weight, bias = made_up(*shape, dtype, offset)
+    product = _Weight()
+    product._keep(weight, layout, plain=layout is Layout.PLAIN)
+    del weight
+    added = None
+    if biased:
+        added = bias if layout is Layout.PLAIN else _packed_bias(bias, layout)
+    numbers = numbers_alike(lambda x: product._whole(x, added), row)
+    if len(numbers) > 1:
+        return numbers
+    raise UnsupportedError(
+        f"products with a weight {shape[0]} x {shape[1]} in {dtype} have other bits at each number "
+        f"of rows here (torch {torch.__version__}, {threads} threads): leave deterministic out"
+    )
 
 
 @functools.cache

@@ -37,11 +37,14 @@ __all__ = [
 OF_EXPERTS = (Kind.EXPERTS, Kind.CODES, Kind.POWERS)
 
 
-def target_of(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Target:
+def target_of(
+    tensors: Tensors, dtype: torch.dtype, device: torch.device, *, deterministic: bool = False
+) -> Target:
     """The target of a model's products. One layout for the whole model: all its products are of one
     kind."""
-    layout = choose_layout(dtype, device, tensors.num_parameters * dtype.itemsize)
-    return Target(dtype, device, layout)
+    size = tensors.num_parameters * dtype.itemsize
+    layout = choose_layout(dtype, device, size, deterministic=deterministic)
+    return Target(dtype, device, layout, deterministic)
 
 
 def quantised_as(config: ModelConfig, quantization: Quantize | None) -> str | None:

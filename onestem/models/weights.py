@@ -35,6 +35,7 @@ def load_decoder(
     random_weights: bool = False,
     seed: int = 0,
     quantization: Quantize | None = None,
+    deterministic: bool = False,
     ranks: Ranks = ALONE,
 ) -> Decoder:
     """Read a Hugging Face model directory; with `random_weights`, only its `config.json`.
@@ -42,7 +43,8 @@ def load_decoder(
     Where several `ranks` hold the model together, only this rank's part is read. Random weights are
     normal with the configuration's `initializer_range`, biases 0 and norms 1. Each tensor depends
     on (seed, its name, device) alone. With `quantization` weights of layers are rounded to a format
-    (see `onestem.models.formats.held`).
+    (see `onestem.models.formats.held`). `deterministic`: as of `EngineOptions`, on a CPU, of
+    weights that are not quantised.
 
     Raises:
         ConfigError: `quantization` of weights that are quantised already; or the model does not
@@ -53,7 +55,13 @@ def load_decoder(
     target = torch.device(device)
     if random_weights:
         return random_decoder(
-            config, dtype=dtype, device=target, seed=seed, quantization=quantization, ranks=ranks
+            config,
+            dtype=dtype,
+            device=target,
+            seed=seed,
+            quantization=quantization,
+            deterministic=deterministic,
+            ranks=ranks,
         )
     refuse_rounding_twice(path, config, quantization)
     tensors = Tensors(with_own_head(path, config), ranks)
@@ -63,7 +71,7 @@ def load_decoder(
             "parameters (this has %.0f million); int8 and fp8 cost few",
             tensors.num_parameters / 1e6,
         )
-    products = target_of(tensors, dtype, target)
+    products = target_of(tensors, dtype, target, deterministic=deterministic)
     source = open_checkpoint(path, tensors, dtype, target, kept_by(products, quantization))
     return Builder(tensors, source, products, quantization).decoder()
 
@@ -75,12 +83,14 @@ def random_decoder(
     device: torch.device,
     seed: int = 0,
     quantization: Quantize | None = None,
+    deterministic: bool = False,
     ranks: Ranks = ALONE,
 ) -> Decoder:
     """A decoder with random weights (see `load_decoder`). A rank's part is cut from the tensors of
     the whole model."""
     tensors, source = Tensors(config, ranks), _RandomSource(config, dtype, device, seed)
-    return Builder(tensors, source, target_of(tensors, dtype, device), quantization).decoder()
+    target = target_of(tensors, dtype, device, deterministic=deterministic)
+    return Builder(tensors, source, target, quantization).decoder()
 
 
 def refuse_rounding_twice(

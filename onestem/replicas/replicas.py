@@ -143,7 +143,14 @@ class Replicas:
         if self._grammars is not None:
             check_format(self._grammars.compile, request)
         num_pages = self.kv_tokens // size
-        check_pml(request, self.config, self.tokenizer, num_pages=num_pages, page_size=size)
+        check_pml(
+            request,
+            self.config,
+            self.tokenizer,
+            num_pages=num_pages,
+            page_size=size,
+            deterministic=self.options.deterministic,
+        )
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests; yields outputs as they finish. Planned requests are dealt by groups.

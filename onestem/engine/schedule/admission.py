@@ -129,9 +129,10 @@ def check_pml(
     *,
     num_pages: int,
     page_size: int,
+    deterministic: bool,
 ) -> None:
     """Raise `RequestError` for a prompt in PML that, with the shortest answer, does not fit in the
-    model's positions or in KV memory.
+    model's positions or in KV memory; or where the engine is `deterministic`.
 
     Args:
         num_pages: pages that it could have.
@@ -139,6 +140,11 @@ def check_pml(
     compiled = request.pml
     if compiled is None:
         return
+    if deterministic:
+        raise RequestError(
+            "a prompt in PML cannot be deterministic yet: give its text, or leave the engine's "
+            "option deterministic out"
+        )
     answer_tokens = longest_choice(request, tokenizer) or 1
     prompt = PmlPrompt(compiled, "", "")
     positions = config.max_position_embeddings

@@ -72,11 +72,13 @@ class Target:
     Attributes:
         dtype: of the rows that they multiply.
         layout: of weights that are not quantised.
+        deterministic: bits of their products' rows do not depend on other rows.
     """
 
     dtype: torch.dtype
     device: torch.device
     layout: Layout
+    deterministic: bool = False
 
     @property
     def has_kernels(self) -> bool:
@@ -141,7 +143,9 @@ def _product(
             return GpuGroups(weight, bias, target)
         if CpuProduct.takes(weight, target):
             return CpuProduct(weight, bias, target)
-    made = Linear(dense(weight, target.dtype), bias, target.layout)
+    made = Linear(
+        dense(weight, target.dtype), bias, target.layout, deterministic=target.deterministic
+    )
     if not isinstance(weight, Tensor):
         made.kind += f", from {_kind(weight)}"
     return made
