@@ -53,7 +53,7 @@ class Claim:
             return None
         is_known = False
         settled = replace(self.identity, options=self._settled)
-        for identity in (self.identity, settled, *self.identity.earlier(), *settled.earlier()):
+        for identity in (self.identity, settled):
             counts, is_whole = _results(output, identity.job)
             if is_whole and counts.done == num_lines:
                 if self._manifest is not None and not self._differences:
@@ -90,10 +90,7 @@ class Claim:
         is_damaged = manifest.exists()
         if not partial.exists() or partial.stat().st_size == 0:
             return
-        names = (self.identity, *self.identity.earlier())
-        begun = next((one for one in names if _has_results(partial, one.job)), None)
-        if begun is not None:
-            self.identity = begun
+        if _has_results(partial, self.identity.job):
             what = "is damaged" if is_damaged else "is missing"
             self._warn(f"{manifest} {what}: it is made anew, answers are kept")
         elif force:

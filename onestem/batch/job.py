@@ -27,7 +27,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,13 @@ from onestem.batch.spool import (
     Spool,
     SpooledError,
     SpooledRequest,
-    as_begun,
     spool_facts,
 )
 from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
 from onestem.openai.forms import Reading
 from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
-from onestem.request import Request, RequestOutput, is_masked
+from onestem.request import RequestOutput, is_masked
 
 __all__ = ["run_job"]
 
@@ -229,8 +228,7 @@ class _Job:
         began = time.perf_counter()
         with file_errors(self.place.output):
             self._read()
-            identity = self.identity
-            spool = Spool(self.place, identity.job, self.rules.compile_pml, identity.whitespace)
+            spool = Spool(self.place, self.identity.job, self.rules.compile_pml)
         self.summary.read_seconds += time.perf_counter() - began
         with contextlib.closing(spool):
             self._tell_open_ended(spool)
@@ -247,11 +245,11 @@ class _Job:
                 self.source,
                 self.place,
                 self.identity.job,
-                replace(self.rules, validate=self._check),
+                self.rules,
                 on_chunk=self._tell_read,
                 chunk_lines=self.chunk_lines,
                 first_lines=self.first_lines,
-                parse_special=self.identity.parse_special,
+                parse_special=self.identity.options["parse_special"],
             )
             if sha256 != self.identity.input_sha256:
                 raise JobError(
@@ -262,13 +260,6 @@ class _Job:
                 self.place.discard_spool()
             raise
         self.place.write_manifest(self.identity.record() | {"spool": facts | self.rules.checked})
-
-    def _check(self, request: Request) -> None:
-        """Refuse what can never be answered, read as the job began."""
-        params = as_begun(request.params, self.identity.whitespace)
-        if params is not request.params:
-            request = replace(request, params=params)
-        self.rules.validate(request)
 
     def _tell_read(self, num_bytes: int) -> None:
         self.tell(Progress(stage="read", done=num_bytes, total=self.survey.num_bytes))

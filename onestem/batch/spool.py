@@ -27,12 +27,11 @@ import numpy.typing as npt
 
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
-from onestem.engine.grammar.earlier import as_earlier
 from onestem.errors import JobError
 from onestem.openai.forms import Form, Reading
 from onestem.openai.schema import Kind
 from onestem.pml import CompiledPrompt
-from onestem.request import WHITESPACE, Request, SamplingParams, Whitespace
+from onestem.request import Request, SamplingParams
 from onestem.scores import Encoder, ScoreTask
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "SpooledError",
     "SpooledRequest",
     "Tokenizer",
-    "as_begun",
     "spool_facts",
 ]
 
@@ -160,23 +158,13 @@ class Spool:
 
     What is read raises `DamagedSpoolError` where it is not as it was written.
 
-    Args:
-        whitespace: of the job's `JobIdentity`.
-
     Attributes:
         line_numbers: `[num_lines]` line numbers in the input, rising.
         folder: of its files.
     """
 
-    def __init__(
-        self,
-        place: Workplace,
-        job: str,
-        compile_pml: CompilePml | None = None,
-        whitespace: Whitespace | None = WHITESPACE,
-    ) -> None:
+    def __init__(self, place: Workplace, job: str, compile_pml: CompilePml | None = None) -> None:
         self.job, self.folder = job, place.folder
-        self._whitespace = whitespace
         self._compile_pml = compile_pml
         # An empty file cannot be mapped.
         is_empty = place.lines.stat().st_size == 0
@@ -264,15 +252,7 @@ class Spool:
         fields = dict(line.sampling)
         if fields.get("seed") is None:
             fields["seed"] = derived_seed(self.job, line.custom_id)
-        return as_begun(SamplingParams(**fields), self._whitespace)
-
-
-def as_begun(params: SamplingParams, whitespace: Whitespace | None) -> SamplingParams:
-    """Parameters of a line as the version reads them that began its job. `whitespace`: of the job's
-    `JobIdentity`."""
-    if whitespace is not None or params.response_format is None:
-        return params
-    return params.replace(response_format=as_earlier(params.response_format))
+        return SamplingParams(**fields)
 
 
 def _checked(file: IO[bytes], start: int, size: int, checksum: int) -> bytes:

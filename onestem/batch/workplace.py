@@ -31,7 +31,7 @@ from typing import Any
 
 from onestem.errors import JobError
 from onestem.files import check_place
-from onestem.request import WHITESPACE, Whitespace
+from onestem.request import WHITESPACE
 from onestem.seeds import SAMPLER_VERSION
 
 __all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "is_full", "sync_folder"]
@@ -41,8 +41,6 @@ FORMAT = 1
 # Options under which a job goes on whatever they were: answers that it has stay, and lines that it
 # has not answered are checked again.
 MAY_CHANGE = ("max_model_len",)
-
-PARSE_SPECIAL = "parse_special"  # an option that jobs of earlier versions do not have
 
 
 class DiskFullError(JobError):
@@ -72,21 +70,17 @@ class JobIdentity:
 
     Attributes:
         options: those that change answers (dtype, seed, ...), as JSON values.
-        whitespace: between values of JSON, where a line says none. None: the job is of a version
-            that did not write this down, and whose JSON was compact.
     """
 
     input_sha256: str
     model: str
     model_name: str
     options: Mapping[str, Any]
-    whitespace: Whitespace | None = WHITESPACE
 
     def record(self) -> dict[str, Any]:
         """What a manifest says of the job, as JSON values."""
-        written = {} if self.whitespace is None else {"whitespace": self.whitespace}
         return {
-            **written,
+            "whitespace": WHITESPACE,
             "format": FORMAT,
             "input_sha256": self.input_sha256,
             "model": self.model,
@@ -104,12 +98,11 @@ class JobIdentity:
     def differences(self, other: Mapping[str, Any]) -> list[str]:
         """What keeps this job from going on with work of the manifest `other`, in words.
 
-        The model's name may differ, since it is in no answer; and the seed and the whitespace that
-        the job began with stay where none is asked for, as does an earlier version's reading of
-        control tokens' names (see `as_begun`).
+        The model's name may differ, since it is in no answer; and the seed that the job began with
+        stays where none is asked for (see `as_begun`).
         """
         mine = json.loads(json.dumps(self.record()))
-        if other.get("format") != FORMAT:
+        if any(mine[name] != other.get(name) for name in ("format", "whitespace")):
             return ["another version of the program wrote it"]
         found = []
         if mine["input_sha256"] != other.get("input_sha256"):
@@ -121,41 +114,15 @@ class JobIdentity:
         theirs = other.get("options") or {}
         for name in sorted(mine["options"].keys() | theirs.keys()):
             was, now = theirs.get(name), mine["options"].get(name)
-            is_earlier = name == PARSE_SPECIAL and name not in theirs
-            may_change = (
-                name in MAY_CHANGE
-                or (name == "seed" and now is None)
-                or (is_earlier and now is not True)
-            )
+            may_change = name in MAY_CHANGE or (name == "seed" and now is None)
             if was != now and not may_change:
                 found.append(f"{name} was {was}, now {now}")
         return found
 
-    @property
-    def parse_special(self) -> bool | None:
-        """How texts of lines that do not say it are read; None: as `JobInput` has it. Earlier
-        versions read names of control tokens as characters."""
-        read: bool | None = self.options.get(PARSE_SPECIAL, False)
-        return read
-
-    def earlier(self) -> list[JobIdentity]:
-        """This job as earlier versions name it, which wrote down neither the whitespace nor how
-        names of control tokens are read."""
-        known = [self]
-        if self.options.get(PARSE_SPECIAL, True) is not True:
-            options = {name: value for name, value in self.options.items() if name != PARSE_SPECIAL}
-            known.append(replace(self, options=options))
-        return [*known[1:], *(replace(one, whitespace=None) for one in known)]
-
     def as_begun(self, manifest: Mapping[str, Any]) -> JobIdentity:
         """This job as its manifest, without differences, has it: results that come go with those
         that are there."""
-        return replace(
-            self,
-            model_name=manifest["model_name"],
-            options=manifest["options"],
-            whitespace=manifest.get("whitespace"),
-        )
+        return replace(self, model_name=manifest["model_name"], options=manifest["options"])
 
 
 class Workplace:
@@ -238,9 +205,7 @@ class Workplace:
     def read_suspects(self) -> frozenset[int]:
         """Line numbers that an engine had when it died. None are known where the file is damaged:
         lines are tried alone after the next death then."""
-        found = _read_json(self.suspects)
-        if not isinstance(found, list):  # which earlier versions wrote
-            found = (_unsealed(found) or {}).get("line_numbers", ())
+        found = (_unsealed(_read_json(self.suspects)) or {}).get("line_numbers", ())
         return frozenset(number for number in found if isinstance(number, int))
 
     def write_suspects(self, line_numbers: frozenset[int]) -> None:
@@ -295,12 +260,11 @@ def _read_json(path: Path) -> Any:
 
 
 def _unsealed(record: Any) -> dict[str, Any] | None:
-    """A record; None: it is damaged, or there is none. Earlier versions wrote manifests
-    without a checksum."""
+    """A record; None: it is damaged, or there is none."""
     if not isinstance(record, dict):
         return None
     seal = record.pop(SEAL, None)
-    return record if seal in (None, _checksum(record)) else None
+    return record if seal == _checksum(record) else None
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from onestem.batch import JobInput, JobInterrupted, JobSummary, job
-from onestem.batch.workplace import JobIdentity
-from onestem.errors import JobError
+from onestem.batch import JobInput
 from onestem.options import InputOptions
 from tests.batch.fakes import (
     BOS,
@@ -98,64 +94,3 @@ def test_lines(tmp_path):
     assert asked(tmp_path, lines) == [token, characters, [7, 8], token]
     held = asked(tmp_path, lines, parse_special=False)
     assert held == [characters, characters, [7, 8], token]
-
-
-# ------------------------------------------------------------------------------- earlier versions
-
-
-class Stopping(FakeEngine):
-    def finish(self, request):
-        if len(self.seen) > 7:
-            raise KeyboardInterrupt
-        return super().finish(request)
-
-
-def run_earlier(path: Path, output: Path, engine: FakeEngine | None = None) -> JobSummary:
-    """`run_fake` as it was before there were `parse_special` and `whitespace`."""
-    source = JobInput(path)
-    del source.identity["parse_special"]
-    with patch.object(job, "JobIdentity", partial(JobIdentity, whitespace=None)):
-        return run_fake(source, output, engine)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    lines = [completion(str(i), f"<s>{i} {'<s>' * (i % 3)}", max_tokens=9) for i in range(20)]
-    return write_lines(tmp_path / "in.jsonl", lines)
-
-
-@pytest.fixture
-def begun(tmp_path: Path, source: Path) -> tuple[Path, bytes]:
-    """The output of an unfinished job of an earlier version, and what it would have written."""
-    run_earlier(source, tmp_path / "whole.jsonl")
-    output = tmp_path / "out.jsonl"
-    with pytest.raises(JobInterrupted):
-        run_earlier(source, output, Stopping())
-    whole = (tmp_path / "whole.jsonl").read_bytes()
-    run_fake(source, tmp_path / "new.jsonl")
-    assert (tmp_path / "new.jsonl").read_bytes() != whole
-    return output, whole
-
-
-@pytest.mark.parametrize("lost", [None, "ids", "manifest.json"])
-def test_a_job_of_an_earlier_version_goes_on_as_it_was_begun(source, begun, lost):
-    output, whole = begun
-    if lost is not None:  # then the input is read again
-        (output.with_name("out.jsonl.work") / lost).unlink()
-    engine = FakeEngine()
-    assert run_fake(source, output, engine).resumed > 0
-    assert output.read_bytes() == whole
-    assert all(len(request.prompt_token_ids) > 4 for request in engine.seen)
-    assert run_fake(source, output, engine).already_complete
-
-
-def test_a_job_of_an_earlier_version_is_no_job_that_reads_control_tokens(source, begun):
-    output, whole = begun
-    other = JobInput(source, InputOptions(parse_special=True))
-    with pytest.raises(JobError, match="parse_special was None, now True"):
-        run_fake(other, output)
-    same = JobInput(source, InputOptions(parse_special=False))
-    run_fake(same, output)
-    assert output.read_bytes() == whole
-    with pytest.raises(JobError, match="is not of this job"):
-        run_fake(other, output)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from onestem.batch import JobInterrupted, identity, job, model_identity
-from onestem.batch.inputs import JobInput
-from onestem.batch.workplace import JobIdentity
-from onestem.engine.grammar.earlier import as_earlier as as_compact
-from onestem.engine.grammar.tags import check_tags, tags_of
+from onestem.batch import JobInterrupted, identity, model_identity
+from onestem.batch.workplace import Workplace
 from onestem.errors import JobError, RequestError
-from onestem.request import Request, whitespace_of
 from tests.batch.fakes import FakeEngine, completion, mixed_job, results, run_fake, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -201,10 +193,12 @@ def test_answers_of_nobody_are_refused(tmp_path, source):
     run_fake(source, tmp_path / "out.jsonl", force=True)
 
 
-def test_work_of_another_version_is_refused(tmp_path, source):
+@pytest.mark.parametrize("changed", [{"format": 0}, {"whitespace": "compact"}])
+def test_work_of_another_version_is_refused(tmp_path, source, changed):
     output = tmp_path / "out.jsonl"
     leave_unfinished(source, output)
-    (tmp_path / "out.jsonl.work" / "manifest.json").write_text('{"format": 0}')
+    place = Workplace(output)
+    place.write_manifest(place.read_manifest() | changed)
     with pytest.raises(JobError, match="another version of the program wrote it"):
         run_fake(source, output)
     run_fake(source, output, force=True)
@@ -215,11 +209,9 @@ def test_work_of_another_sampler_is_refused(tmp_path, source, version):
     """Its answers would be mixed with others that the same seeds do not give."""
     output = tmp_path / "out.jsonl"
     leave_unfinished(source, output)
-    path = tmp_path / "out.jsonl.work" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["crc32"]
-    manifest["sampler"] = version
-    path.write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    place = Workplace(output)
+    manifest = place.read_manifest() | {"sampler": version}
+    place.write_manifest({k: v for k, v in manifest.items() if v is not None})
     with pytest.raises(JobError, match="another version of the program, which draws other tokens"):
         run_fake(source, output)
     assert run_fake(source, output, force=True).resumed == 0
@@ -331,138 +323,3 @@ def test_model_identity(tmp_path, monkeypatch):
     sampled = model_identity(make_model(tmp_path / "4", large))
     large[-1] = 1
     assert model_identity(make_model(tmp_path / "5", large)) != sampled
-
-
-def forget_whitespace(work: Path) -> None:
-    """Make a manifest as versions wrote it whose JSON was compact, and that read no control tokens
-    in prompts."""
-    manifest = json.loads((work / "manifest.json").read_bytes())
-    del manifest["whitespace"], manifest["crc32"], manifest["options"]["parse_special"]
-    (work / "manifest.json").write_text(json.dumps(manifest))
-
-
-def asked(engine: FakeEngine) -> dict[str, Any]:
-    """The response format of each prompt that an engine saw."""
-    return {
-        bytes(token - 3 for token in one.prompt_token_ids[1:]).decode(): one.params.response_format
-        for one in engine.seen
-    }
-
-
-SCHEMA = {"type": "object", "properties": {}}
-FORMATS: dict[str, dict[str, Any]] = {
-    "object": {"response_format": {"type": "json_object"}},
-    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-    "false": {"response_format": {"type": "json_object", "any_whitespace": False}},
-    "true": {"response_format": {"type": "json_object", "any_whitespace": True}},
-    "theirs": {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-    "regex": {"response_format": {"type": "regex", "regex": "a"}},
-    "tag": {
-        "response_format": {
-            "type": "structural_tag",
-            "triggers": ["<"],
-            "structures": [{"begin": "<", "schema": SCHEMA, "end": ">"}],
-        }
-    },
-    "free": {},
-}
-
-
-def said(form: dict[str, Any] | None) -> object:
-    """What a format says of whitespace."""
-    if form is None:
-        return None
-    if form["type"] != "structural_tag":
-        return whitespace_of(form)
-    return [one["content"].get("whitespace") for one in tags_of(form)["tags"]]
-
-
-@pytest.mark.parametrize("read_again", [False, True])
-def test_a_job_goes_on_with_the_whitespace_that_it_began_with(tmp_path, read_again):
-    lines = [completion(name, name, **body) for name, body in FORMATS.items()]
-    lines += [completion(f"more{i}", f"more{i}", **FORMATS["object"]) for i in range(20)]
-    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    work, engine = tmp_path / "out.jsonl.work", FakeEngine()
-
-    class Interrupted(FakeEngine):
-        def finish(self, request):
-            raise KeyboardInterrupt
-
-    with pytest.raises(JobInterrupted):
-        run_fake(source, output, Interrupted())
-    assert json.loads((work / "manifest.json").read_bytes())["whitespace"] == "spaced"
-    forget_whitespace(work)
-    if read_again:
-        (work / "ids").unlink()
-    run_fake(source, output, engine)
-    forms = asked(engine)
-    found = {name: said(forms[name]) for name in FORMATS}
-    assert found == {
-        **dict.fromkeys(("object", "schema", "false", "theirs"), "compact"),
-        "true": "any",
-        "regex": None,
-        "tag": ["compact"],
-        "free": None,
-    }
-    assert run_fake(source, output).already_complete
-    engine = FakeEngine()
-    run_fake(source, tmp_path / "new.jsonl", engine)
-    assert {said(form) for form in asked(engine).values() if said(form) != [None]} == {None, "any"}
-
-
-def test_an_earlier_job_without_its_manifest_goes_on_as_it_began(tmp_path, source):
-    output, other, engine = tmp_path / "out.jsonl", tmp_path / "other.jsonl", FakeEngine()
-    known = {"input_sha256": hashlib.sha256(source.read_bytes()).hexdigest(), "model": "model-1"}
-    begun = JobIdentity(**known, model_name="tiny", options={"dtype": "float32"}, whitespace=None)
-    run_fake(source, other)
-    name = json.loads(other.read_bytes().splitlines()[0])["id"]
-    options = {**begun.options, **JobInput(source).identity}
-    now = replace(begun, whitespace="spaced", options=options).job
-    assert now in name
-    kept = other.read_bytes().replace(now.encode(), begun.job.encode()).splitlines(keepends=True)
-    (tmp_path / "out.jsonl.partial").write_bytes(b"".join(kept[:5]))
-    warned: list[str] = []
-    summary = run_fake(source, output, engine, on_warning=warned.append)
-    assert summary.resumed == 5
-    assert len(warned) == 1
-    assert {one["id"].split("_")[2] for one in results(output)} == {begun.job}
-    assert run_fake(source, output).already_complete
-
-
-def test_formats_of_an_earlier_job_are_read_again_as_it_read_them(tmp_path, monkeypatch):
-    """Where its manifest and what it had read are lost."""
-    content = {"type": "json_schema", "json_schema": SCHEMA, "spaced": True}
-    tag = {"type": "tag", "begin": "<", "content": content, "end": ">"}
-    line = completion("a", response_format={"type": "structural_tag", "format": tag})
-    source, engine = write_lines(tmp_path / "in.jsonl", [line]), FakeEngine()
-    monkeypatch.setattr(job, "JobIdentity", partial(JobIdentity, whitespace=None))
-
-    def validate(request: Request) -> None:
-        check_tags(tags_of(request.params.response_format))
-
-    run_fake(source, tmp_path / "out.jsonl", engine, validate=validate)
-    assert results(tmp_path / "out.jsonl")[0]["error"] is None
-    (seen,) = engine.seen
-    assert seen.params.response_format["format"]["content"]["whitespace"] == "spaced"
-
-
-def test_calls_of_an_earlier_job_are_spaced_as_they_were() -> None:
-    def call(**form: object) -> dict[str, Any]:
-        return {"type": "json_schema", "json_schema": SCHEMA, **form}
-
-    for given, expected in (
-        (call(spaced=True), "spaced"),
-        (call(whitespace="spaced"), "spaced"),
-        (call(spaced=False), "compact"),
-        (call(), "compact"),
-        (call(whitespace="any"), "any"),
-    ):
-        tag = {"type": "tag", "begin": "<", "content": given, "end": ">"}
-        form = as_compact({"type": "structural_tag", "format": tag})
-        check_tags(form["format"])
-        assert form["format"]["content"] == call(whitespace=expected)
-    xml = call(style="qwen_xml")
-    assert as_compact({"type": "structural_tag", "format": {**xml, "spaced": True}}) == {
-        "type": "structural_tag",
-        "format": xml,
-    }
