@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onestem.batch import JobInput, SpooledPrompts, Tokenizer
+from onestem.batch import JobInput, SpooledPrompts
 from onestem.batch.format import BatchLine, BatchRequest, parse_line
 from onestem.batch.pieces import NAMELESS, Message, Piece, joined, parts_of
 from onestem.batch.spool import Spool
 from onestem.batch.template_pieces import rendered, sources, template_pieces
 from onestem.batch.text_pieces import TextPieces
+from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.read import Prompt
 from onestem.planner import JobPlan

@@ -43,7 +43,7 @@ from onestem.server.link.client import EngineClient
 from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from onestem.server.link.process import EngineProcess
-from onestem.server.link.supervisor import Launcher, State
+from onestem.server.link.supervisor import State
 
 __all__ = ["AsyncLLM", "PauseMode"]
 
@@ -70,7 +70,9 @@ class AsyncLLM(Beside):
         self._make(options, None)
 
     @classmethod
-    def from_options(cls, options: EngineOptions, launcher: Launcher | None = None) -> AsyncLLM:
+    def from_options(
+        cls, options: EngineOptions, launcher: EngineProcess | None = None
+    ) -> AsyncLLM:
         """An `AsyncLLM` of these options alone, whatever the environment says.
 
         Args:
@@ -80,7 +82,7 @@ class AsyncLLM(Beside):
         llm._make(options, launcher)
         return llm
 
-    def _make(self, options: EngineOptions, launcher: Launcher | None) -> None:
+    def _make(self, options: EngineOptions, launcher: EngineProcess | None) -> None:
         self.name = str(options.model)
         self.path = find_model(self.name)
         self.config = ModelConfig.from_directory(self.path)

@@ -14,7 +14,6 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.lengths import ASSUMED_TOKENS, OpenEnded, expected_outputs
-from onestem.batch.spool import Tokenizer
 
 __all__ = [
     "ASSUMED_TOKENS",
@@ -28,7 +27,6 @@ __all__ = [
     "Progress",
     "Rules",
     "SpooledPrompts",
-    "Tokenizer",
     "expected_outputs",
     "model_identity",
     "output_lengths",

@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from onestem.batch.guard import guarded
 from onestem.batch.inputs import JobInput, Numbered
 from onestem.batch.lines import Seen
 from onestem.batch.results import result_id
-from onestem.batch.spool import NO_REQUEST, CompilePml, Tokenizer, spool_facts
+from onestem.batch.spool import NO_REQUEST, CompilePml, spool_facts
 from onestem.batch.workplace import Workplace
 from onestem.engine.grammar.held import held_schema
 from onestem.errors import OnestemError, RequestError
@@ -33,6 +33,9 @@ from onestem.planner import Prompts
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 from onestem.scores import ScoreTask
+
+if TYPE_CHECKING:
+    from onestem.engine.text.bounded import BoundedTokenizer
 
 __all__ = ["CHUNK_LINES", "NO_TOKENIZER", "Rules", "Validate", "output_lengths", "write_spool"]
 
@@ -59,7 +62,7 @@ class Rules:
         compile_pml: None: lines with `pml` get an error.
     """
 
-    tokenizer: Tokenizer | None
+    tokenizer: BoundedTokenizer | None
     validate: Validate
     max_model_len: int | None = None
     max_num_seqs: int | None = None

@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,10 @@ import numpy.typing as npt
 from onestem.batch.results import derived_seed, result_id
 from onestem.batch.workplace import Workplace
 from onestem.errors import JobError
-from onestem.openai.forms import Form, Reading
 from onestem.openai.schema import Kind
 from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
-from onestem.scores import Encoder, ScoreTask
+from onestem.scores import ScoreTask
 
 __all__ = [
     "LINE",
@@ -42,7 +41,6 @@ __all__ = [
     "Spool",
     "SpooledError",
     "SpooledRequest",
-    "Tokenizer",
     "spool_facts",
 ]
 
@@ -57,52 +55,6 @@ LINE = np.dtype(
 )  # fmt: skip
 ID_BYTES = 4
 NO_REQUEST = -1  # in `num_ids`: a line that gets an error object
-
-
-class Tokenizer(Encoder, Protocol):
-    """The tokenizer that a job needs. Refused texts raise `RequestError`."""
-
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        without_calls: bool,
-        fields: Mapping[str, Any],
-    ) -> list[int]:
-        """Token ids of a chat, up to where the answer begins."""
-        ...
-
-    @property
-    def special_ids(self) -> Collection[int]:
-        """Ids of control tokens."""
-        ...
-
-    @property
-    def tool_form(self) -> Form | None:
-        """The form in which the model writes tool calls and reasoning."""
-        ...
-
-    def is_reasoning(self, prompt: Sequence[int], /) -> bool:
-        """Whether a chat's prompt ends inside reasoning."""
-        ...
-
-    def reading(
-        self,
-        prompt: Sequence[int],
-        texts: Mapping[str, Sequence[str]] | None,
-        /,
-        *,
-        is_free: bool,
-    ) -> Reading | None:
-        """How answers to a chat are read."""
-        ...
-
-    def control_token(self, name: str, /) -> int | None:
-        """The id of a control token."""
-        ...
 
 
 CompilePml = Callable[[str, str], CompiledPrompt]  # markup and isolation to segments

@@ -18,7 +18,7 @@ from onestem.options import parse_memory
 from onestem.planner import planner_of
 from onestem.server.errors import EngineDownError
 from onestem.server.link.client import EngineClient
-from onestem.server.link.supervisor import Launcher
+from onestem.server.link.process import EngineProcess
 from onestem.server.logs import log
 from onestem.server.objects.jobs import Jobs
 from onestem.server.objects.prefixes import Prefixes, read_app
@@ -43,7 +43,7 @@ class Service:
     """
 
     def __init__(
-        self, settings: Settings, path: Path, tokenizer: Tokenizer | None, launcher: Launcher
+        self, settings: Settings, path: Path, tokenizer: Tokenizer | None, launcher: EngineProcess
     ) -> None:
         self.settings = settings
         self.path = path

@@ -19,7 +19,6 @@ from onestem.models.find import find_model
 from onestem.options import EngineOptions
 from onestem.server.link.channel import Channel
 from onestem.server.link.process import EngineProcess, connect
-from onestem.server.link.supervisor import Launcher
 from onestem.server.link.worker import Worker
 from onestem.server.run import HttpServer, bind
 from onestem.server.service import Service
@@ -147,7 +146,7 @@ class Running:
         url: its root; service: what it is made of.
     """
 
-    def __init__(self, settings: Settings, path: Path, launcher: Launcher) -> None:
+    def __init__(self, settings: Settings, path: Path, launcher: EngineProcess) -> None:
         self.launcher = launcher
         self.settings = settings
         self._path = path
@@ -230,7 +229,7 @@ def running(
     state: Path,
     *,
     model: str | Path = "embedded",
-    launcher: Launcher | None = None,
+    launcher: EngineProcess | None = None,
     engine: dict[str, Any] | None = None,
     change: Callable[[LLM], object] = lambda llm: None,
     apps: Mapping[str, Mapping[str, Any]] | None = None,

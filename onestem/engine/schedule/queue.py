@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from onestem.engine.schedule.backlog import Turns
 from onestem.request import Request
@@ -32,22 +32,6 @@ def _open(request: Request, key: str, weight: float) -> Gate:
 
 
 Gatekeeper = Callable[[Request, str, float], Gate]  # of a request, and its key and weight
-
-
-class RequestQueue(Protocol):
-    """Requests in the order in which they are to be admitted."""
-
-    def peek(self) -> Request | None:
-        """The next request, left where it is; None if there is none now."""
-        ...
-
-    def pop(self) -> Request:
-        """Take the next request."""
-        ...
-
-    def group_open(self, group: int) -> bool:
-        """Whether further requests of a planned group may still come."""
-        ...
 
 
 class InteractiveQueue:
@@ -247,3 +231,7 @@ class HybridQueue:
     def job_ids(self) -> list[str]:
         """Jobs that may still have requests here."""
         return list(self._jobs)
+
+
+# Requests in the order in which they are to be admitted.
+RequestQueue = HybridQueue | PlannedQueue

@@ -28,11 +28,11 @@ from onestem.openai.write import (
 )
 from onestem.request import CompletionOutput, RequestOutput, is_masked, masking_fields
 from onestem.server.api.calls import Call, usage_of
+from onestem.server.api.half_open import HalfOpenProtocol
 from onestem.server.api.prepare import QUICK_TOKENS
 from onestem.server.api.streams import (
     DONE,
     EventStream,
-    PieceWriter,
     event,
     piece_writer,
     while_there,
@@ -112,7 +112,7 @@ class Reply:
         return JSONResponse(whole_body(self._call, pieces, self._form), headers=headers)
 
     async def events(
-        self, writer: PieceWriter | None, fields: Collection[str]
+        self, writer: HalfOpenProtocol | None, fields: Collection[str]
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. What goes wrong after its head was sent is an event too.
 
@@ -204,7 +204,7 @@ def _failure(error: ApiError, chunks: Chunks | DialectWriter) -> bytes:
 
 
 def _direct(
-    call: Call, chunks: Chunks | DialectWriter, writer: PieceWriter | None
+    call: Call, chunks: Chunks | DialectWriter, writer: HalfOpenProtocol | None
 ) -> Callable[[int, str], bool] | None:
     """A function that writes a token's event at once; None where events need more."""
     if writer is None or len(call.requests) * call.requests[0].params.n > 1:

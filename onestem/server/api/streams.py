@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from onestem.server.api.half_open import HalfOpenProtocol
 
 __all__ = [
     "COMMENT",
     "DONE",
     "EventStream",
-    "PieceWriter",
     "WRITER",
     "event",
     "while_there",
@@ -25,24 +27,10 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = "comment"  # key in a request's `state`: bytes that may be written between two events
-WRITER = "writer"  # key there: a `PieceWriter`
+WRITER = "writer"  # key there: the `HalfOpenProtocol`
 
 
-class PieceWriter(Protocol):
-    """Writes pieces of a chunked body past ASGI's and h11's layers, in a third of their time:
-    streams have a piece for each token."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the client is there and reads; otherwise ASGI's `send` waits for it."""
-        ...
-
-    def write_piece(self, data: bytes) -> None:
-        """Write bytes as one chunk; only while `is_free`."""
-        ...
-
-
-def piece_writer(scope: Scope) -> PieceWriter | None:
+def piece_writer(scope: Scope) -> HalfOpenProtocol | None:
     """The writer of a call's connection; None if its answer is not chunked."""
     is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
     return scope.get("state", {}).get(WRITER) if is_chunked else None
@@ -113,7 +101,7 @@ class EventStream(Response):
             if error is not None and not isinstance(error, OSError):
                 raise error
 
-    async def _send_all(self, send: Send, writer: PieceWriter | None) -> None:
+    async def _send_all(self, send: Send, writer: HalfOpenProtocol | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._events:
             more = not chunk.endswith(DONE)

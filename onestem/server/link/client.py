@@ -14,8 +14,9 @@ from onestem.server.link.messages import Answered, Ask, Begun, Facts, Ready, Rep
 from onestem.server.link.open_jobs import OpenJobs
 from onestem.server.link.open_requests import OpenRequests
 from onestem.server.link.pending_calls import PendingCalls
+from onestem.server.link.process import EngineProcess
 from onestem.server.link.recent_window import RecentWindow
-from onestem.server.link.supervisor import Launcher, Supervisor
+from onestem.server.link.supervisor import Supervisor
 
 __all__ = ["ANSWER_SECONDS", "EngineClient"]
 
@@ -40,7 +41,7 @@ class EngineClient:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: EngineProcess,
         queue_limit: int,
         *,
         stream_interval: int = 1,

@@ -13,7 +13,7 @@ from onestem.options import EngineOptions
 from onestem.processes import python_module
 from onestem.server.link.channel import BUFFER_BYTES, frame
 
-__all__ = ["EngineProcess", "connect"]
+__all__ = ["EngineProcess", "ProcessLink", "connect"]
 
 LOADER = "onestem.server.link.worker:load"
 
@@ -62,13 +62,13 @@ class EngineProcess:
         self._options = options
         self._factory = factory
 
-    async def launch(self) -> _ProcessLink:
+    async def launch(self) -> ProcessLink:
         """Start a process; it says `Ready` when it has loaded its model."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.to_thread(self._start, theirs)
         reader, writer = await connect(ours, (self._factory, self._options))
-        return _ProcessLink(process, reader, writer)
+        return ProcessLink(process, reader, writer)
 
     def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:
         command = python_module("onestem.server.link.worker", str(end.fileno()))
@@ -78,16 +78,20 @@ class EngineProcess:
 
 
 @dataclass
-class _ProcessLink:
+class ProcessLink:
+    """A started engine."""
+
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def kill(self) -> None:
+        """End the engine at once, whatever it does."""
         self.process.kill()
         self.writer.close()
 
     async def end(self) -> str:
+        """Make sure that the engine is gone; returns how it ended."""
         self.writer.close()
         try:
             code = await asyncio.to_thread(self.process.wait, 10)

@@ -6,44 +6,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from onestem.errors import ConfigError
 from onestem.server.errors import EngineDownError
 from onestem.server.link.channel import frame, read_message
 from onestem.server.link.messages import Ask, Failed, Ready, Stop, Unask
+from onestem.server.link.process import EngineProcess, ProcessLink
 from onestem.server.link.watchdog import Watchdog
 from onestem.server.logs import log
 
-__all__ = ["EngineLink", "Launcher", "State", "Supervisor"]
+__all__ = ["State", "Supervisor"]
 
 LONGEST_PAUSE = 30.0
 STOP_SECONDS = 10.0
 
 State = Literal["starting", "running", "stuck", "down", "stopped"]
-
-
-class EngineLink(Protocol):
-    """A started engine."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    def kill(self) -> None:
-        """End the engine at once, whatever it does."""
-        ...
-
-    async def end(self) -> str:
-        """Make sure that the engine is gone; returns how it ended."""
-        ...
-
-
-class Launcher(Protocol):
-    """Starts engines."""
-
-    async def launch(self) -> EngineLink:
-        """Start one; it says `Ready` when it has loaded its model."""
-        ...
 
 
 class Supervisor:
@@ -64,7 +42,7 @@ class Supervisor:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: EngineProcess,
         timeout: float,
         on_message: Callable[[Any], object],
         on_down: Callable[[], object],
@@ -78,7 +56,7 @@ class Supervisor:
         self._launcher = launcher
         self._on_message = on_message
         self._on_down = on_down
-        self._link: EngineLink | None = None
+        self._link: ProcessLink | None = None
         self._started: asyncio.Future[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
