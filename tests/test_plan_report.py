@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_a_large_job_is_cut_to_a_megabyte(tmp_path):
     prompts = [[int(i) for i in (k % 50, k % 5000, *rng.integers(0, 9, 3))] for k in range(20_000)]
     made = plan_job(prompts)
     report = {
-        **made.report.to_dict(), "largest_groups": [], "failed_lines": 0, "forecast": None,
+        **asdict(made.report), "largest_groups": [], "failed_lines": 0, "forecast": None,
         "open_ended": {"requests": 0, "most_tokens": 0}, "assumed_tokens": 256,
         "savings_by_level": savings_by_level(made.tree), "dealt": None, "advice": None,
         "forecast_reordered": None, "costs": None,

@@ -166,7 +166,7 @@ def measured(
     return {
         "largest_error": max(abs(report["error"]) for report in reports),
         "jobs": reports,
-        "rates": {" ".join(key): one.to_dict() for key, one in rates.items()},
+        "rates": {" ".join(key): asdict(one) for key, one in rates.items()},
     }
 
 
@@ -287,7 +287,7 @@ def compared(job: Job, work: Work, runs: list[dict[str, float]], rates: Rates) -
         **asdict(job),
         **best,
         "all_seconds": [run["seconds"] for run in runs],
-        "predicted": predicted.to_dict(),
+        "predicted": asdict(predicted),
         "error": predicted.seconds / best["seconds"] - 1,
     }
 

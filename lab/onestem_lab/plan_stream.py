@@ -27,6 +27,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -211,13 +212,13 @@ def measure(place: Workplace, replicas: list[int]) -> dict[str, Any]:
                     owner, cuts = target.deal(plan, work, "full", count, how)
                 with stages(f"replicas {count} {how}"):
                     dealt[-1][how] = summed(target, work, owner, count) | {"num_cuts": cuts}
-    report = plan.report.to_dict()
+    report = asdict(plan.report)
     report["largest_groups"] = report["largest_groups"][:3]
     return {
         "prompts": len(prompts),
         "nodes": plan.tree.num_nodes,
         "report": report,
-        "one_replica": whole.to_dict(),
+        "one_replica": asdict(whole),
         "dealt": dealt,
         "stages": stages.found,
     }

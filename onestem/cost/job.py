@@ -14,7 +14,6 @@ each sequence's own run once for each of its rows, and the prompts' chunks.
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,10 +54,6 @@ class Forecast:
     rows: int = 0
     computed_prompt_tokens: int = 0
     peak_kv_tokens: int = 0
-
-    def to_dict(self) -> dict[str, float]:
-        """A JSON-able dict with the attributes' names."""
-        return dataclasses.asdict(self)
 
 
 def forecast(cost: StepCost, work: Work, limits: Limits) -> Forecast:

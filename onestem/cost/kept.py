@@ -58,7 +58,7 @@ def keep_rates(
     file = _file(facts)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(facts | {"rates": rates.to_dict()}).encode())
+        write_whole(file, json.dumps(facts | {"rates": dataclasses.asdict(rates)}).encode())
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}: set XDG_CACHE_HOME to a folder for measured "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -94,13 +93,9 @@ class Rates:
     step_tokens: int = 1024
     memory_bytes: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Rates:
-        """The rates that `to_dict` returned as `values`."""
+        """The rates of which `asdict` made `values`."""
         curves = {
             name: Curve(tuple(one["rows"]), tuple(one["flops"]), one["bytes"])
             for name in CURVES

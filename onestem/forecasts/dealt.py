@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +47,7 @@ class ReplicasForecast:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict: the whole, `num_cuts`, and the seconds of each engine."""
         seconds = [one.seconds for one in self.each] + [0.0] * (self.replicas - len(self.each))
-        return {**self.whole.to_dict(), "num_cuts": self.num_cuts, "replica_seconds": seconds}
+        return {**asdict(self.whole), "num_cuts": self.num_cuts, "replica_seconds": seconds}
 
 
 def dealt_parts(work: Work, owner: IntArray, replicas: int) -> Iterator[Work]:

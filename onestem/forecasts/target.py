@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -182,7 +182,7 @@ class Target:
         return {
             "device": self.rates.device,
             "rates": self.rates.source,
-            **{share: self.forecast(work, share).to_dict() for share in MODES},
+            **{share: asdict(self.forecast(work, share)) for share in MODES},
         }
 
     def report_dealt(self, plan: JobPlan, work: Work, replicas: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def plan_file(
         keep_going, on_progress, on_first_error: as in `onestem.batch.run_job`.
 
     Returns:
-        the plan's report (`PlanReport.to_dict`), with `failed_lines`. Each of `largest_groups` is
+        the plan's report (`PlanReport`), with `failed_lines`. Each of `largest_groups` is
         an object: requests, prefix_tokens, kv_bytes of the prefix, and text: its first words.
         `forecast` (None where nothing is predicted) names the device and its rates, and holds a
         `Forecast` for each of full, storage, off. `open_ended` are the requests without
@@ -221,7 +221,7 @@ class _Planned:
             advisor = Advisor(self._source, spool, self._indices, self._tokenizer, self._planner)
             self._advice = advice = advisor.advise(plan, scratch)
         found = {
-            **plan.report.to_dict(),
+            **asdict(plan.report),
             "largest_groups": [
                 _described(group, prompts, self._tokenizer, target.shape.token_bytes)
                 for group in plan.largest_groups

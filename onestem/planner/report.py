@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 __all__ = ["PlanReport", "saving_ratio"]
 
@@ -53,7 +51,3 @@ class PlanReport:
     levels: int
     planning_seconds: float = field(compare=False)
     largest_groups: list[tuple[int, int]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict with the attributes' names."""
-        return dataclasses.asdict(self)

@@ -119,7 +119,7 @@ def test_named_rates_are_read_whole_and_other_names_are_refused():
     assert "h200" in named_devices()
     for name in named_devices():
         rates = named_rates(name)
-        assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
+        assert Rates.from_dict(json.loads(json.dumps(dataclasses.asdict(rates)))) == rates
         assert rates.memory_bytes > 0
         assert rates.source
     with pytest.raises(ConfigError, match="no rates are known of a device 'h300', expected one of"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -189,7 +190,7 @@ def test_many_nested_levels() -> None:
 
 def test_report_is_json_able() -> None:
     report = plan_job([document(1, 50)] * 4).report
-    values = json.loads(json.dumps(report.to_dict()))
+    values = json.loads(json.dumps(asdict(report)))
     assert values["largest_groups"] == [[4, 49]]
     assert values["requests"] == 4
     assert values["planning_seconds"] > 0

@@ -32,7 +32,6 @@ class Lane:
         standing: those that decode and have no row.
         rows: those that have one.
         limit: maximum rows; None: any.
-        num_paused: sequences that the last step left out.
     """
 
     is_job: bool
@@ -42,7 +41,6 @@ class Lane:
     standing: dict[Sequence, None] = field(default_factory=dict)
     rows: dict[Sequence, None] = field(default_factory=dict)
     limit: int | None = None
-    num_paused: int = 0
     _review_at: int = 0  # the step in which `limit` is set again
 
     @property
@@ -94,13 +92,11 @@ class Lane:
             return
         if self.limit is None:
             changes.enter += self.standing
-            self.num_paused = 0
             return
         free = self.limit - len(self.rows)
         if free < 0:
             changes.leave += sorted(self.rows, key=_age)[free:]
         changes.enter += sorted(self.standing, key=_age)[: max(0, free)]
-        self.num_paused = max(0, len(self.standing) + len(self.rows) - self.limit)
 
     def bound_prompts(self, draft: StepDraft) -> None:
         """Leave its prompts what rows its limit has beside those that decode."""
@@ -109,8 +105,6 @@ class Lane:
         entering = sum(sequence.is_job is self.is_job for sequence in draft.changes.enter)
         rows = len(self.rows) - len(draft.changes.leave) + entering
         draft.left = min(draft.left, self.limit - rows)
-        if draft.left <= 0:
-            self.num_paused += len(self.prompts)
 
     def settle(self, draft: StepDraft) -> None:
         """Note which of its sequences have rows from this step on."""

@@ -142,7 +142,6 @@ class Scheduler:
     def _choose(self, draft: StepDraft, rows: DecodingRows) -> None:
         some = self.waiting or self.jobs.rows or not all(lane.is_steady for lane in self._lanes)
         if not some and draft.only is None and self.waiting.peek() is None:
-            self.jobs.num_paused = 0
             self.room.reserve_rows(draft, rows.page_ends())  # all decode on
             return
         if draft.only is None:
