@@ -27,8 +27,6 @@ from onestem.planner.fields import best_order, costs_in
 from onestem.rawtext import RawText
 from onestem.scores import num_common
 
-__all__ = ["Advice", "Advisor"]
-
 IntArray = npt.NDArray[np.int64]
 
 SAMPLE = 2000  # prompts that labels and dates are learnt from

@@ -14,15 +14,6 @@ from onestem.errors import OnestemError, RequestError
 from onestem.request import Answer, Logprob, Logprobs, RankedLogprobs, RequestOutput, Told
 from onestem.scores import PathScores
 
-__all__ = [
-    "AwakeAnswers",
-    "OutputKind",
-    "check_output_kind",
-    "in_pieces",
-    "path_scores",
-    "with_texts",
-]
-
 OutputKind = Literal["cumulative", "delta"]
 
 

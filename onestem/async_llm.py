@@ -45,8 +45,6 @@ from onestem.server.link.messages import Delta
 from onestem.server.link.process import EngineProcess
 from onestem.server.link.supervisor import State
 
-__all__ = ["AsyncLLM", "PauseMode"]
-
 PauseMode = Literal["abort", "wait", "keep"]
 LOADER = "onestem.server.link.worker:load_with_ranks"
 

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from onestem.options import EngineOptions
     from onestem.planner import JobPlan
 
-__all__ = [
-    "FEWEST",
-    "MOST_TOKENS",
-    "BatchCase",
-    "Distribution",
-    "Lengths",
-    "Part",
-    "compare",
-    "draw_length",
-    "named",
-    "run_batch",
-    "token_count",
-]
-
 MOST_REQUESTS = 10**7
 MOST_TOKENS = 10**7
 

@@ -13,20 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from onestem.errors import UnsupportedError
 
-__all__ = [
-    "ARGUMENTS",
-    "ENGINE",
-    "FIELDS",
-    "METHODS",
-    "ROUTES",
-    "SAMPLING",
-    "SERVE",
-    "Beside",
-    "Name",
-    "refuses_vllms",
-    "way_out",
-]
-
 P = ParamSpec("P")
 Result = TypeVar("Result")
 

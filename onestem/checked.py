@@ -21,21 +21,6 @@ from pydantic_core import CoreSchema
 from onestem.beside_vllm import Name, way_out
 from onestem.errors import OnestemError, RequestError
 
-__all__ = [
-    "EXPECTED",
-    "Checked",
-    "DescribedBy",
-    "Object",
-    "check",
-    "check_content",
-    "plain",
-    "read_json",
-    "sentence",
-    "show",
-    "without_nulls",
-    "words",
-]
-
 EXPECTED = "x-expected"  # in a JSON schema: what a value is to be, where its type does not say it
 REF = "#/$defs/"
 ITEMS = {"string": "text", "integer": "integer", "object": "object"}

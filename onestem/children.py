@@ -19,17 +19,6 @@ from multiprocessing.connection import Connection, Pipe
 
 from onestem.processes import python_module
 
-__all__ = [
-    "Child",
-    "Limits",
-    "Process",
-    "TooCostlyError",
-    "bound_memory",
-    "bound_time",
-    "heed_limits",
-    "serve",
-]
-
 Answer = Callable[[bytes], bytes]
 
 EXIT_SECONDS = 1.0  # for a process that has closed its channel to end by itself

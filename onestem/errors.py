@@ -4,19 +4,6 @@ A caller's mistake raises `OnestemError` (or a subclass). The command line print
 exits with 2; nothing else in the package catches it to go on as if nothing had happened.
 """
 
-__all__ = [
-    "CacheError",
-    "ConfigError",
-    "JobError",
-    "OnestemError",
-    "RankError",
-    "RequestError",
-    "UnsupportedError",
-    "WeightsError",
-    "first_line",
-    "in_one_line",
-]
-
 
 def in_one_line(error: BaseException) -> str:
     """Kind and text of a failure that nobody expected."""

@@ -11,15 +11,6 @@ from typing import IO
 
 from onestem.errors import JobError, OnestemError
 
-__all__ = [
-    "check_apart",
-    "check_place",
-    "check_regular",
-    "read_regular",
-    "whole_file",
-    "write_whole",
-]
-
 LARGEST_TEXT = 256 << 20  # bytes of a file that is read as a whole; a tokenizer has 40 MB
 
 

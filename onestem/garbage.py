@@ -12,16 +12,6 @@ from contextlib import contextmanager
 
 from onestem.threads import resident_bytes
 
-__all__ = [
-    "TrimPace",
-    "collecting_less",
-    "give_freed_memory_back",
-    "give_holes_back",
-    "giving_holes_back",
-    "keep_freed_memory",
-    "share_heaps",
-]
-
 # New objects before a young pass, young passes before an older one, and older passes before one
 # over all. Each step makes some objects for every stream; a thousand streams keep a million.
 NEW_OBJECTS, PASSES, OLD_PASSES = 50_000, 20, 20

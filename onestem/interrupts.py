@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["Held", "exit_on_sigterm", "uninterrupted"]
-
 Handler = Callable[[int, FrameType | None], Any]
 
 # Those whose handlers callers set to end a call: Ctrl-C, a time limit, a job that is to stop.

@@ -51,8 +51,6 @@ from onestem.prompts import (
 from onestem.request import ONE_TOKEN, Answer, Request, RequestOutput, SamplingParams
 from onestem.scores import Score, ScoreTree
 
-__all__ = ["LLM"]
-
 
 class ChatOptions(TypedDict, total=False):
     """Arguments of `LLM.chat` that say how its prompts are written."""

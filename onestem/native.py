@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from onestem.errors import OnestemError, first_line
 
-__all__ = ["is_panic", "native"]
-
 
 def is_panic(error: BaseException) -> bool:
     """Whether a Rust library failed in itself. Interrupts, exits, cancellations and what handlers

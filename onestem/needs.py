@@ -28,8 +28,6 @@ from onestem.models.tensors import Tensors
 from onestem.models.weights import checked_config, refuse_rounding_twice
 from onestem.options import EngineOptions, Quantize
 
-__all__ = ["Needs", "needs_of"]
-
 
 @dataclass(frozen=True)
 class Needs:

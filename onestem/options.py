@@ -36,23 +36,6 @@ from onestem.checked import EXPECTED, Checked, show, words
 from onestem.errors import ConfigError, OnestemError
 from onestem.shapes import is_shape
 
-__all__ = [
-    "EMBEDDED",
-    "Defaults",
-    "EngineOptions",
-    "GroupOrder",
-    "InputOptions",
-    "Levels",
-    "Memory",
-    "Options",
-    "Path_",
-    "Quantize",
-    "ShareMode",
-    "extra_of",
-    "parse_memory",
-    "takes",
-]
-
 EMBEDDED = "embedded"
 """Name of the model that ships with the package."""
 

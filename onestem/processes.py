@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["is_stopped", "python_module"]
-
 
 def python_module(module: str, *arguments: str) -> list[str]:
     """The command that runs a module as `python -m` does, with this process's import path: files

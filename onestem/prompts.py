@@ -35,21 +35,6 @@ from onestem.scores import (
     whole_ids,
 )
 
-__all__ = [
-    "AnyPrompt",
-    "PmlSource",
-    "Prompt",
-    "PromptIds",
-    "PromptReader",
-    "ScoreItems",
-    "TextPrompt",
-    "TokensPrompt",
-    "named_one",
-    "params_for_each",
-    "several_prompts",
-    "several_sources",
-]
-
 
 class TextPrompt(TypedDict):
     """vLLM's object for a text."""

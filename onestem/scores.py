@@ -21,21 +21,6 @@ from onestem.checked import show
 from onestem.errors import RequestError
 from onestem.rawtext import RawText
 
-__all__ = [
-    "Encoder",
-    "PathScores",
-    "Score",
-    "ScorePath",
-    "ScoreTask",
-    "ScoreTree",
-    "completion_tree",
-    "encode_pairs",
-    "num_common",
-    "pair_ids",
-    "rolling_windows",
-    "whole_ids",
-]
-
 EncodeBatch = Callable[[list[RawText]], list[list[int]]]
 IntArray = NDArray[np.int64]
 Ids = Sequence[int] | IntArray

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["SAMPLER_VERSION", "derive_seed"]
-
 SAMPLER_VERSION = 2
 """Changes whenever equal seeds and logits give other tokens than before (1: a walk in the order of
 probability; 2: an exponential race). A job's answers are all of one version."""

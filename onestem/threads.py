@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SPIN_ROUNDS", "ram_bytes", "resident_bytes", "spinning", "spin_shortly", "usable_cores"]
-
 SPIN_ROUNDS = 10_000  # some tens of microseconds; the runtime's own default is 300,000
 VARIABLE = "GOMP_SPINCOUNT"
 CGROUPS = Path("/sys/fs/cgroup")

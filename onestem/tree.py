@@ -17,8 +17,6 @@ from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-__all__ = ["PLAIN", "Label", "Node", "RadixTree", "Stretch", "common_length", "cut"]
-
 
 class Label(NamedTuple):
     """What tokens must have in common besides their ids.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-__all__ = ["Places", "decoded", "last_bytes"]
-
 MOST_BYTES = 4  # of a character
 
 

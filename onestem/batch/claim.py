@@ -10,8 +10,6 @@ from onestem.batch.journal import ResultCounts, result_line
 from onestem.batch.workplace import JobIdentity, Workplace
 from onestem.errors import JobError
 
-__all__ = ["Claim"]
-
 
 class Claim:
     """A job's claim to an output, under its lock.

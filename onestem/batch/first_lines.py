@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from onestem.batch.inputs import JobInput
 from onestem.errors import JobError, RequestError
 
-__all__ = ["FirstLines"]
-
 LIMIT = 256  # if the first lines up to here are all bad, the file has another format
 
 

@@ -37,8 +37,6 @@ from onestem.scores import ScoreTask
 if TYPE_CHECKING:
     from onestem.engine.text.bounded import BoundedTokenizer
 
-__all__ = ["CHUNK_LINES", "NO_TOKENIZER", "Rules", "Validate", "output_lengths", "write_spool"]
-
 CHUNK_LINES = 256
 CHUNK_BYTES = 4 << 20
 HASH_BYTES = 16

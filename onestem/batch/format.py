@@ -25,8 +25,6 @@ from onestem.openai.schema import URL_OF_KIND, Kind
 from onestem.rawtext import Span
 from onestem.request import MAX_DEPTH
 
-__all__ = ["KIND_OF_URL", "BatchLine", "BatchRequest", "LineError", "parse_line", "url_of"]
-
 KIND_OF_URL: Mapping[str, Kind] = {url: kind for kind, url in URL_OF_KIND.items()}
 TOP_FIELDS = ("custom_id", "method", "url", "body")
 MAX_MESSAGE = 500

@@ -7,8 +7,6 @@ from typing import ParamSpec, TypeVar
 
 from onestem.errors import OnestemError, RequestError, in_one_line
 
-__all__ = ["ENDS", "guarded"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

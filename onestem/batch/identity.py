@@ -10,8 +10,6 @@ from onestem.errors import JobError
 from onestem.files import check_regular
 from onestem.models.gguf.file import open_gguf
 
-__all__ = ["model_identity"]
-
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 WHOLE_BYTES = 64 << 20  # larger files are sampled: reading a large model takes minutes
 NUM_SAMPLES = 64

@@ -20,8 +20,6 @@ from onestem.batch.tables import data_errors, json_row, rows_of
 from onestem.batch.templates import Recipe, expected_columns
 from onestem.options import InputOptions
 
-__all__ = ["InputSurvey", "JobInput", "Numbered"]
-
 Numbered = tuple[int, BatchLine | LineError]  # (number of the line or row from 1, batch line)
 
 

@@ -66,8 +66,6 @@ from onestem.openai.forms import Reading
 from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
 from onestem.request import RequestOutput, is_masked
 
-__all__ = ["run_job"]
-
 log = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from onestem.batch.sums import Sums
 from onestem.batch.workplace import Workplace, file_errors, sync_folder
 from onestem.errors import JobError
 
-__all__ = ["UNKNOWN", "Journal", "ResultCounts", "result_line"]
-
 # A power cut may lose the answers of the last SYNC_SECONDS; a killed process loses none.
 SYNC_SECONDS = 10.0
 ABSENT = -1

@@ -8,8 +8,6 @@ import numpy as np
 
 from onestem.batch.interface import IntArray, SpooledPrompts
 
-__all__ = ["ASSUMED_TOKENS", "OpenEnded", "expected_outputs"]
-
 ASSUMED_TOKENS = 256
 """Tokens that are predicted of an answer without `max_tokens`: models end most of their answers
 long before the last position, and seldom after one token."""

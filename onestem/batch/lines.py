@@ -10,17 +10,6 @@ from typing import IO
 from onestem.batch.format import LineError
 from onestem.errors import JobError
 
-__all__ = [
-    "BYTE_ORDER_MARK",
-    "MAX_LINE_BYTES",
-    "See",
-    "Seen",
-    "lines_of",
-    "open_file",
-    "too_long",
-    "unseen",
-]
-
 See = Callable[[bytes], object]
 
 MAX_LINE_BYTES = 16 << 20

@@ -19,8 +19,6 @@ from onestem.batch.workplace import file_errors, sync_folder
 from onestem.errors import JobError
 from onestem.files import check_apart, check_place, whole_file
 
-__all__ = ["OrderedLines"]
-
 OPTION = "--write"
 PIECE_BYTES = 1 << 20
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from onestem.openai.read import Prompt
 
-__all__ = ["NAMELESS", "ROLE", "TEXT", "Message", "Piece", "joined", "numbered", "parts_of"]
-
 ROLE, TEXT = "role", "content"
 NAMELESS = ""
 """Name of a piece that has no field and no label."""

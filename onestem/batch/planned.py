@@ -9,8 +9,6 @@ from onestem.batch.journal import Journal
 from onestem.batch.spool import Spool
 from onestem.planner import Planned, RunningOrder
 
-__all__ = ["PlannedLines"]
-
 
 class PlannedLines(Planned):
     """Some lines without a result, planned together with all that have one: these show how long

@@ -21,15 +21,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = [
-    "answer_line",
-    "derived_seed",
-    "error_line",
-    "line_number_of",
-    "result_id",
-    "split_result_id",
-]
-
 
 def result_id(job: str, line_number: int) -> str:
     """`id` of a line's result."""

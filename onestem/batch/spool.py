@@ -33,17 +33,6 @@ from onestem.pml import CompiledPrompt
 from onestem.request import Request, SamplingParams
 from onestem.scores import ScoreTask
 
-__all__ = [
-    "LINE",
-    "NO_REQUEST",
-    "CompilePml",
-    "DamagedSpoolError",
-    "Spool",
-    "SpooledError",
-    "SpooledRequest",
-    "spool_facts",
-]
-
 PIECE_BYTES = 1 << 20
 
 LINE = np.dtype(

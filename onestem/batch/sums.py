@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Sums"]
-
 RECORD = np.dtype("<u8")
 INDEX_SHIFT = 32
 

@@ -17,8 +17,6 @@ from onestem.errors import ConfigError, JobError, RequestError
 from onestem.openai.read import read_object
 from onestem.options import InputOptions
 
-__all__ = ["data_errors", "json_row", "rows_of"]
-
 ROWS_AT_A_TIME = 256
 PIECE_BYTES = 1 << 20
 

@@ -10,8 +10,6 @@ from typing import Any
 from onestem.batch.pieces import NAMELESS, ROLE, TEXT, Message, Piece, numbered
 from onestem.batch.templates import Field, Recipe, Template
 
-__all__ = ["rendered", "sources", "template_pieces"]
-
 CLOSING = re.compile(r"\s*</[^<>\n]*>")
 LINE_END, SPACE = re.compile(r"\s*\n\s*"), re.compile(r"\s+")
 

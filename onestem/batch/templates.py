@@ -18,8 +18,6 @@ from onestem.openai.schema import URL_OF_KIND, Kind
 from onestem.options import InputOptions
 from onestem.rawtext import RawText, Span
 
-__all__ = ["Field", "Recipe", "Template", "expected_columns"]
-
 Row = Mapping[str, Any]
 
 MARK = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from onestem.batch.pieces import NAMELESS, Message, Piece, numbered
 
-__all__ = ["TextPieces"]
-
 BREAK = re.compile(r"\n+|(?<=[.!?])[ \t]+")
 LABEL = re.compile(r"[^\w\n]{0,3}([A-Za-z][\w ()/-]{0,30}):")
 NUMBERED = re.compile(r"\S*\d\S*")

@@ -34,8 +34,6 @@ from onestem.files import check_place
 from onestem.request import WHITESPACE
 from onestem.seeds import SAMPLER_VERSION
 
-__all__ = ["DiskFullError", "JobIdentity", "Workplace", "file_errors", "is_full", "sync_folder"]
-
 FORMAT = 1
 
 # Options under which a job goes on whatever they were: answers that it has stay, and lines that it

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from onestem.llm import LLM
     from onestem.replicas import Replicas
 
-__all__ = ["Input", "JobProgress", "KeepGoing", "Quiet", "Schemas", "batch", "open_input", "score"]
-
 Input = Annotated[
     Path,
     typer.Argument(

@@ -18,8 +18,6 @@ from onestem.errors import ConfigError
 from onestem.options import EMBEDDED, EngineOptions
 from onestem.shapes import is_shape
 
-__all__ = ["LAB", "AsJson", "InputOrder", "Seed", "WarmUp", "app"]
-
 LAB = ("attention", "batch", "paper", "pml", "serve", "tune")
 """Verbs that the distribution onestem-lab adds (`lab/`)."""
 

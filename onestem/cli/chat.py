@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from onestem.openai.forms import AnswerReader
     from onestem.request import Answer, SamplingParams
 
-__all__ = ["Conversation", "chat"]
-
 HELP = """/system TEXT  begin again with this system prompt; without TEXT show it
 /reset        begin again, with the same system prompt
 /stats        what the last answer cost, and what was shared

@@ -13,8 +13,6 @@ import typer
 from onestem.options import Defaults, EngineOptions, InputOptions, Options
 from onestem.server.settings import Settings
 
-__all__ = ["env"]
-
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xgrammar", "triton")
 
 

@@ -11,8 +11,6 @@ import typer
 from onestem.cli import options
 from onestem.options import EngineOptions
 
-__all__ = ["evaluate"]
-
 
 @options.with_options
 def evaluate(

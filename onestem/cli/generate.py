@@ -10,8 +10,6 @@ import typer
 from onestem.cli import options
 from onestem.options import EngineOptions
 
-__all__ = ["generate"]
-
 
 @options.with_options
 def generate(

@@ -11,8 +11,6 @@ from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 from onestem.server.settings import Settings
 
-__all__ = ["VERBS", "HintingCommand", "HintingGroup"]
-
 GENERATE = "`onestem generate PROMPT --model DIR` answers prompts"
 CHAT = "`onestem chat DIR` talks to a model; `onestem serve DIR` has chats over HTTP"
 LISTED = (

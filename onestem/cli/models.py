@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from onestem.models.local import LocalModel
     from onestem.needs import Needs
 
-__all__ = ["models"]
-
 NEEDED_BY = (
     "model",
     "device",

@@ -12,8 +12,6 @@ from onestem.errors import ConfigError
 from onestem.needs import Needs, needs_of
 from onestem.options import EngineOptions
 
-__all__ = ["Perplexity", "perplexity"]
-
 TOKENS = 4_000
 CHARACTERS = 8  # of a token, at most on average: more text is not tokenised
 LITTLE, MUCH = 0.01, 0.05  # more perplexity than in float32; lab/notes/models.md has what it costs

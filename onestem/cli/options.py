@@ -20,18 +20,6 @@ from onestem.options import Defaults, EngineOptions, Options, extra_of
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = [
-    "Model",
-    "Only",
-    "Temperature",
-    "TopK",
-    "TopP",
-    "has_template",
-    "load_llm",
-    "named_model",
-    "with_options",
-]
-
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 ENGINE = EngineOptions.panel

@@ -18,8 +18,6 @@ from onestem.options import EngineOptions, InputOptions
 if TYPE_CHECKING:
     from onestem.report import Price
 
-__all__ = ["plan"]
-
 # Options of the engine that a plan depends on.
 PLANNED_BY = (
     "model",

@@ -11,8 +11,6 @@ import typer
 from onestem.cli import options
 from onestem.options import EngineOptions
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

@@ -21,8 +21,6 @@ from onestem.pml import (
 )
 from onestem.pml.nodes import Node, modules_of
 
-__all__ = ["Checker"]
-
 
 class Checker:
     """Reads files, reports each one's first error, and keeps what is needed for prompts."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from onestem.llm import LLM
 
-__all__ = ["check_comparable", "comparison_table", "side_by_side"]
-
 
 def check_comparable(isolation: str, share: str) -> None:
     """Raise `ConfigError` for options under which nothing is cached."""

@@ -13,8 +13,6 @@ from onestem.models.find import find_model
 from onestem.models.gguf.architectures import config_fields
 from onestem.models.gguf.file import is_gguf
 
-__all__ = ["find_config", "load_tokenizer"]
-
 
 def load_tokenizer(model: str) -> tuple[Tokenizer, int]:
     """A model's tokenizer, and how many positions the model has."""

@@ -19,8 +19,6 @@ from onestem.request import SamplingParams
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["ask_all", "read_questions", "summary", "summary_lines"]
-
 CHANCE = 0.05
 FEW = 30  # questions; fewer show large differences alone
 

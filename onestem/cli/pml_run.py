@@ -14,16 +14,6 @@ from onestem.request import RequestOutput
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = [
-    "answer_facts",
-    "cost_line",
-    "default_disk",
-    "encode_line",
-    "encode_schema",
-    "find_schema_file",
-    "load_library",
-]
-
 
 def default_disk() -> Path:
     """The default folder for modules."""

@@ -9,8 +9,6 @@ from typing import Any
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.pml import Block, CompiledPrompt, Layout, Segment, Slot, Span
 
-__all__ = ["layout_facts", "layout_lines", "prompt_facts", "prompt_lines"]
-
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
     """A schema's modules, texts and parameters with their positions, for JSON."""

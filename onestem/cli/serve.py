@@ -10,8 +10,6 @@ from onestem.cli import options
 from onestem.options import EngineOptions
 from onestem.server.settings import Settings
 
-__all__ = ["serve"]
-
 
 @options.with_options
 def serve(

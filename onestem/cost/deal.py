@@ -11,8 +11,6 @@ from onestem.cost.work import IntArray, Limits, Work
 from onestem.planner import JobPlan
 from onestem.planner.deal import Costs
 
-__all__ = ["TOKENS", "Weights", "deal_costs"]
-
 
 @dataclass(frozen=True)
 class Weights:

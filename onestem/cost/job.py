@@ -25,8 +25,6 @@ import numpy as np
 from onestem.cost.step import FIRST_MERGED, UNMERGED, StepCost
 from onestem.cost.work import FloatArray, IntArray, Limits, Work
 
-__all__ = ["Forecast", "forecast"]
-
 LOOKAHEAD_TOKENS = 32  # decodes that the scheduler keeps free for each sequence
 ROUNDING = 1e-6  # of a sum of parts of steps
 MOST_PARTS = 10_000  # in which a job's steps are priced; in longer jobs a part is several steps

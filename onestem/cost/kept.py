@@ -21,8 +21,6 @@ from onestem.files import write_whole
 from onestem.models.config import ModelConfig
 from onestem.options import Quantize
 
-__all__ = ["keep_rates", "known_rates", "rates_here"]
-
 
 def rates_here(
     config: ModelConfig,

@@ -45,8 +45,6 @@ from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem.threads import ram_bytes
 
-__all__ = ["device_name", "linear_rates", "measure"]
-
 CACHE_BYTES = 192 << 20  # more than most processors' caches hold
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # A step that takes longer, and at least so much longer than the one of fewer rows, is the last

@@ -10,8 +10,6 @@ from typing import Any
 
 from onestem.errors import ConfigError
 
-__all__ = ["Curve", "Rates", "named_devices", "named_rates"]
-
 DEVICES = Path(__file__).parent / "devices"
 CURVES = ("linear", "attention", "head")
 

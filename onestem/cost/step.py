@@ -29,8 +29,6 @@ from onestem.cost.work import FloatArray
 if TYPE_CHECKING:
     from onestem.models.config import ModelConfig
 
-__all__ = ["FIRST_MERGED", "UNMERGED", "ExpertShape", "ModelShape", "StepCost"]
-
 # Passes over a row's queries or outputs. A row reads its queries and writes its output (eq. 8). A
 # run that is walked apart adds the same, and its state is read. The first such run adds two more:
 # the row's own state is read too, and its output is written again (eq. 9: 7 in all).

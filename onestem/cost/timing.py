@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["events_ms", "graph_ms"]
-
 FLUSH_BYTES = 192 << 20  # more than a GPU's L2 cache and most CPUs' L3 hold
 GRAPH_MS = 12.0  # approximate time of a replay: long enough to hide its start
 FEWEST_CALLS, MOST_CALLS = 3, 12  # of a replay

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from onestem.planner import JobPlan
 from onestem.planner.prefix_tree import PrefixTree
 
-__all__ = ["FloatArray", "IntArray", "Limits", "Work"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -18,15 +18,6 @@ from onestem.request import (
 )
 from onestem.scores import PathScores
 
-__all__ = [
-    "EngineStats",
-    "broken",
-    "metrics_of",
-    "refused_output",
-    "request_output",
-    "unbegun_output",
-]
-
 log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,6 @@ from onestem.options import EngineOptions
 from onestem.pml import Segment
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Requests"]
-
 
 class Requests:
     """Interactive requests, jobs and pinned prefixes, from the door until they have ended.

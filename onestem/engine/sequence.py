@@ -16,17 +16,6 @@ from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenL
 from onestem.scores import PathScores, ScoreTree
 from onestem.tree import PLAIN, Label, Stretch, cut
 
-__all__ = [
-    "Chunk",
-    "RequestState",
-    "ScoreSpan",
-    "Scoring",
-    "Sequence",
-    "StepChanges",
-    "stretches_of",
-]
-
-
 # The count of splits that a path was found at, and the path.
 _NO_PATH: tuple[int, list[Run]] = (-1, [])
 

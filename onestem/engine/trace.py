@@ -14,8 +14,6 @@ from typing import IO
 from onestem.engine.sequence import Chunk
 from onestem.errors import ConfigError
 
-__all__ = ["StepTrace"]
-
 log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from itertools import count
 from onestem.engine.engine import Engine
 from onestem.request import ONE_TOKEN, Request
 
-__all__ = ["warm_up"]
-
 PROMPTS = 16
 # Of the rows of a full step: libraries choose their kernels by the number of rows.
 SHARES = (1.0, 0.75, 0.5)

@@ -17,8 +17,6 @@ from onestem.models.decoder import Decoder
 from onestem.models.names import listed
 from onestem.models.updates import checked_tensors
 
-__all__ = ["TAGS", "Weights"]
-
 TAGS = ("weights", "kv_cache")
 
 

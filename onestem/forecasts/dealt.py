@@ -12,8 +12,6 @@ from onestem.cost import Forecast, Work
 from onestem.cost.work import IntArray
 from onestem.planner import JobPlan
 
-__all__ = ["STEAL_REQUESTS", "Dealt", "ReplicasForecast", "dealt_otherwise", "dealt_parts"]
-
 Dealt = Literal["groups", "random", "round-robin", "prefix-hash"]
 # Requests of a piece that a simulated replica takes at a time.
 STEAL_REQUESTS = 16

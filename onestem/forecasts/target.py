@@ -46,8 +46,6 @@ from onestem.planner.deal import simulate
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
-__all__ = ["Target"]
-
 MODES: tuple[ShareMode, ...] = ("full", "storage", "off")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from onestem.engine.outputs import EngineStats
     from onestem.llm import LLM
 
-__all__ = ["JobWatch", "Verdict"]
-
 
 @dataclass(frozen=True)
 class Verdict:

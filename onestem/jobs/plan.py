@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import Target
 
-__all__ = ["plan_file"]
-
 # What is shown of a group's prefix. A token has a byte or more, a character at most four.
 WORDS_CHARACTERS = 60
 WORDS_TOKENS = 256

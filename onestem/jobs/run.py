@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from onestem.forecasts import JobWatch
     from onestem.llm import LLM
 
-__all__ = ["bounded", "check_trace", "run_file", "schema_options"]
-
 log = logging.getLogger(__name__)
 
 

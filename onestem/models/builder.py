@@ -40,8 +40,6 @@ from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Heads, LayerOps, resolve_layers
 from onestem.options import Quantize
 
-__all__ = ["Builder", "expert_activation", "qkv_order", "read_weight"]
-
 log = logging.getLogger(__name__)
 
 

@@ -33,17 +33,6 @@ from onestem.models.shards import opened, tensor_files
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.native import native
 
-__all__ = [
-    "Checkpoint",
-    "Source",
-    "TensorHeader",
-    "check_shapes",
-    "check_unknown",
-    "has_own_head",
-    "open_checkpoint",
-    "with_own_head",
-]
-
 # Name of a weight of all experts -> the tensors that files hold instead (`Tensors.singles`).
 Singles = Mapping[str, Sequence[Sequence[TensorSpec]]]
 

@@ -25,8 +25,6 @@ from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, read_quantization
 from onestem.request import SamplingParams
 
-__all__ = ["GenerationDefaults", "ModelConfig"]
-
 # Layers and experts, by the names that families give them.
 COUNTS = (
     "num_hidden_layers",

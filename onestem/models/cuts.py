@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "Cut", "Span", "covering"]
-
 # (first, last + 1)
 Span = tuple[int, int]
 

@@ -28,8 +28,6 @@ from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Angles, Heads, LayerOps, Scores, add_layer_norm, resolve_layers
 from onestem.ops.rounding import Rows
 
-__all__ = ["Attend", "Decoder", "Layer", "Norm", "activation_of"]
-
 GPU_STEP_ROWS = 8192
 
 # attend(layer, qkv, heads, angles) -> out

@@ -11,22 +11,6 @@ from typing import Literal, Self
 
 from onestem.errors import ConfigError
 
-__all__ = [
-    "Alibi",
-    "ClampedSwiglu",
-    "Description",
-    "Experts",
-    "LayerHeads",
-    "LayerRotary",
-    "Learned",
-    "LongRope",
-    "Proportional",
-    "QueryGrowth",
-    "RopeScaling",
-    "Rotary",
-    "Yarn",
-]
-
 MAX_WINDOW = 2**31 - 1  # plans of attention have it in 32 bits
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.files import read_regular
 
-__all__ = ["Fields", "is_integer", "read_json"]
-
 LARGEST = 3.4e38  # float32, in which everything is computed
 
 

@@ -15,8 +15,6 @@ from onestem.native import native
 from onestem.options import EMBEDDED
 from onestem.shapes import find_shape, is_shape
 
-__all__ = ["find_model", "other_format"]
-
 # Files that hold a model or a part of it, what they are, and the way out.
 _CONVERT = "give the directory of the original model (config.json and *.safetensors)"
 _FORMATS = {

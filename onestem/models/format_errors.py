@@ -21,8 +21,6 @@ from onestem.models.tensors import Tensors
 from onestem.ops import LayerOps
 from onestem.options import Quantize
 
-__all__ = ["FormatError", "format_errors"]
-
 ROWS = 64
 
 

@@ -39,20 +39,6 @@ from onestem.models.by_row import ALIGNED, in_parts, made_up, numbers_alike
 from onestem.ops.rounding import RoundedRows
 from onestem.threads import ram_bytes
 
-__all__ = [
-    "Activation",
-    "Head",
-    "Layout",
-    "Linear",
-    "Projection",
-    "choose_layout",
-    "has_room",
-    "held_tensors",
-    "packed_product",
-    "padded_rows",
-    "step_rows",
-]
-
 # Maximum rows for which a 16-bit weight is used as it is, and not its packed float32 copy.
 NATIVE_ROWS = 1
 

@@ -16,8 +16,6 @@ from onestem.errors import ConfigError
 from onestem.options import EMBEDDED
 from onestem.shapes import is_shape
 
-__all__ = ["LocalModel", "find_local", "local_models", "names_of"]
-
 OLLAMA = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
 GGUF_FOLDERS = (".", "~/.cache/llama.cpp", "~/.lmstudio/models", "~/.cache/lm-studio/models")
 MODEL_LAYER = "application/vnd.ollama.image.model"

@@ -8,8 +8,6 @@ from typing import Any
 
 from onestem.errors import ConfigError
 
-__all__ = ["TokenMemory", "token_memory"]
-
 MIB = 1 << 20
 
 

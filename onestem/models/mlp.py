@@ -14,17 +14,6 @@ from onestem.models.linear import Activation, Head, Layout, Projection, padded_r
 from onestem.models.ranks import Ranks
 from onestem.ops.rounding import Rows
 
-__all__ = [
-    "ExpertLayer",
-    "ExpertProducts",
-    "ExpertsBeside",
-    "Mlp",
-    "SortedBlocks",
-    "clamped_swiglu",
-    "route",
-    "route_on_gpu",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Mlp:

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Role", "TensorNames", "listed"]
-
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
 

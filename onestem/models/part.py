@@ -23,8 +23,6 @@ from onestem.models.description import Alibi
 from onestem.models.ranks import Ranks
 from onestem.ops.experts import MX_BLOCK
 
-__all__ = ["Axes", "part_of", "sizes_of"]
-
 UNITS = (32, 16)  # columns: int4's products take multiples of the first, fp8's of the second
 MANY = 64  # maximum number of ranks that an error suggests
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from onestem.models.linear import Head, Linear
 from onestem.models.tensors import TensorSpec
 
-__all__ = ["Given", "Place", "ProductPlace", "TensorPlace"]
-
 # New values: a tensor's, in a dtype or else the decoder's; None: it is left unchanged.
 Given = Callable[[TensorSpec, torch.dtype | None], Tensor | None]
 

@@ -14,8 +14,6 @@ from typing import Any, Literal
 from onestem.models.fields import Fields, is_integer
 from onestem.options import Quantize
 
-__all__ = ["SMALL_MODEL", "Quantization", "Scheme", "Storage", "read_quantization"]
-
 Storage = Literal["float8", "int8", "packed", "gptq", "awq", "blocks"]
 
 BITS = (4, 8)

@@ -18,8 +18,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 if TYPE_CHECKING:
     from onestem.ops.triton.peers import PeerMemory
 
-__all__ = ["ALONE", "Ranks", "Table"]
-
 # On a GPU collectives run in the computing stream, without events for another one.
 _SUM, _GATHER, _FIRST = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
 _SUM.asyncOp = _GATHER.asyncOp = _FIRST.asyncOp = False

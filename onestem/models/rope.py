@@ -22,8 +22,6 @@ from onestem.models.description import (
 )
 from onestem.ops import Angles
 
-__all__ = ["Rope", "rotary_order"]
-
 
 def rotary_order(head_dim: int, rotary: Rotary | None) -> list[int]:
     """The dimension of a checkpoint's head at each place: pair i of those that turn moves to

@@ -14,8 +14,6 @@ from onestem.models.gguf.file import open_gguf
 from onestem.models.names import listed
 from onestem.native import native
 
-__all__ = ["file_bytes", "opened", "tensor_files"]
-
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Name of each tensor -> the file that holds it, by the directory's index or its one file.

@@ -24,16 +24,6 @@ from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.ops.experts import MX_BLOCK
 from onestem.options import Quantize
 
-__all__ = [
-    "formats_of",
-    "keeps",
-    "kept_by",
-    "quantised_as",
-    "rounds_head",
-    "target_of",
-    "weight_bytes",
-]
-
 OF_EXPERTS = (Kind.EXPERTS, Kind.CODES, Kind.POWERS)
 
 

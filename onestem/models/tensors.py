@@ -22,8 +22,6 @@ from onestem.models.part import Axes
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.experts import MX_BLOCK
 
-__all__ = ["ByRole", "Kind", "TensorSpec", "Tensors"]
-
 
 class Kind(enum.Enum):
     """What a tensor's numbers are, and so how they are stored, held and made up."""

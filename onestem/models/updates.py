@@ -18,8 +18,6 @@ from onestem.models.formats.stored import Expected
 from onestem.models.names import listed
 from onestem.models.tensors import Tensors, TensorSpec
 
-__all__ = ["checked_tensors", "write_tensors"]
-
 WHERE = "update_weights"
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")

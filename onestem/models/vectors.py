@@ -11,8 +11,6 @@ from onestem.models.linear import Projection
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops import LayerOps
 
-__all__ = ["LayerVectors", "TokenVectors"]
-
 
 @dataclass(frozen=True, eq=False)
 class TokenVectors:

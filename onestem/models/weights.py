@@ -22,8 +22,6 @@ from onestem.models.sizes import kept_by, target_of
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.options import Quantize
 
-__all__ = ["checked_config", "load_decoder", "random_decoder", "refuse_rounding_twice"]
-
 log = logging.getLogger(__name__)
 
 

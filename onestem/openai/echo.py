@@ -10,8 +10,6 @@ from onestem.openai.write import ResponseFormat
 from onestem.request import CompletionOutput, TokenLogprobs
 from onestem.utf8 import Places
 
-__all__ = ["echoed", "form_of_echo"]
-
 
 def echoed(
     answer: CompletionOutput,

@@ -17,8 +17,6 @@ from onestem.openai.schema import Judged, RerankBody, ScoreBody
 from onestem.openai.write import NotANumberError
 from onestem.scores import Score
 
-__all__ = ["Ranking", "pair", "question"]
-
 JsonObject = dict[str, Any]
 
 ANSWERS = ("no", "yes")

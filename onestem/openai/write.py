@@ -16,20 +16,6 @@ from onestem.request import CompletionOutput, RequestOutput, TokenLogprobs
 from onestem.scores import PathScores, Score, ScoreTask
 from onestem.utf8 import Places, decoded, last_bytes
 
-__all__ = [
-    "Chunks",
-    "Dialect",
-    "DialectWriter",
-    "NotANumberError",
-    "ResponseFormat",
-    "answer_body",
-    "compact_json",
-    "message_of",
-    "reasoning_tokens",
-    "scores_body",
-    "scores_of",
-]
-
 CREATED = 0
 LEAST_LOGPROB = -9999.0  # JSON has no -infinity; this is what OpenAI writes
 

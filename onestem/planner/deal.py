@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from onestem.planner.sort import IntArray
 
-__all__ = ["NOBODY", "Costs", "Deal", "FloatArray", "Piece", "simulate"]
-
 FloatArray = npt.NDArray[np.float64]
 
 # A cut may move by this part of a piece, to where it costs least.

@@ -15,8 +15,6 @@ import numpy as np
 
 from onestem.planner.sort import IntArray
 
-__all__ = ["best_order", "costs_in"]
-
 MOST_FIELDS = 8  # up to these all orders are compared; of more, one: by distinct values
 MOST_ROWS = 20_000  # that are looked at
 INVERSION_COST = 1 / 500  # of all text: two fields trade places only for more

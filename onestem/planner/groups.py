@@ -16,15 +16,6 @@ import numpy as np
 from onestem.planner.prefix_tree import PrefixTree
 from onestem.planner.sort import BoolArray, IntArray, SortedPrompts
 
-__all__ = [
-    "GroupedTree",
-    "all_levels",
-    "by_threshold",
-    "first_level",
-    "one_level",
-    "ungrouped",
-]
-
 Sums = Callable[[IntArray], IntArray]
 
 # A prefix is worth pinning if that saves 1 / LEAST_SAVING of its members' prompt tokens.

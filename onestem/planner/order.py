@@ -7,8 +7,6 @@ import numpy as np
 from onestem.planner.prefix_tree import PrefixTree
 from onestem.planner.sort import BoolArray, IntArray
 
-__all__ = ["depth_first"]
-
 
 def depth_first(
     tree: PrefixTree,

@@ -26,8 +26,6 @@ from onestem.planner.prefix_tree import PrefixTree, build_tree
 from onestem.planner.report import PlanReport, saving_ratio
 from onestem.planner.sort import IntArray, Prompts, sort_prompts
 
-__all__ = ["Group", "Groups", "JobPlan", "default_order", "plan_job", "planner_of"]
-
 LARGEST_SHOWN = 10
 
 OutputLengths = Sequence[int] | npt.NDArray[Any] | int | None

@@ -13,8 +13,6 @@ import numpy as np
 
 from onestem.planner.sort import BoolArray, IntArray, SortedPrompts
 
-__all__ = ["PrefixTree", "build_tree"]
-
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["PlanReport", "saving_ratio"]
-
 
 def saving_ratio(processed_tokens: int, logical_tokens: int) -> float:
     """Eq. 1: the fraction of prompt tokens that need not be computed; 0.0 for an empty job."""

@@ -19,8 +19,6 @@ from onestem.planner.prefix_tree import PrefixTree
 from onestem.planner.sort import IntArray
 from onestem.request import Request
 
-__all__ = ["Planned", "RunningOrder", "planned"]
-
 # What is known of the prefix above counts as much as this many finished answers.
 SHRINKAGE = 4
 # The rest is sorted again when the number of finished answers has grown by this factor.

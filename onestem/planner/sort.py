@@ -20,8 +20,6 @@ from typing import IO, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BoolArray", "IntArray", "Prompts", "SortedPrompts", "StoredPrompts", "sort_prompts"]
-
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 

@@ -10,8 +10,6 @@ from typing import TypeVar
 from onestem.pml.nodes import Import, Member, Module, Node, Prompt, Schema, imports_of, modules_of
 from onestem.pml.place import Place, PmlError
 
-__all__ = ["Binding", "bind", "find_schema", "unknown_schema"]
-
 Path = tuple[str, ...]
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ from onestem.pml.reading import NewText, new_texts
 from onestem.pml.segments import CompiledPrompt, Encoding, Isolation, Segment, SegmentKind
 from onestem.pml.tokens import encode_parts, encode_text
 
-__all__ = ["compile_prompt"]
-
 Path = tuple[str, ...]
 NO_LIMIT = 2**31
 

@@ -24,8 +24,6 @@ from onestem.pml.nodes import (
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.whitespace import Fragment, clean
 
-__all__ = ["Element", "Item", "node_of"]
-
 Item = Fragment | Parameter | Module | Union | Role | Import
 
 

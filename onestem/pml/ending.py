@@ -10,8 +10,6 @@ from onestem.pml.place import Place, PmlError
 from onestem.pml.reading import NewText
 from onestem.pml.tokens import Part, around_turns
 
-__all__ = ["ending"]
-
 
 def ending(
     layout: Layout, texts: Sequence[NewText], *, after_space: bool, at: Place | None

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from onestem.pml.place import Place, PmlError, show
 
-__all__ = ["MAX_BYTES", "decode_markup", "read_bytes", "read_source"]
-
 MAX_BYTES = 16 << 20  # per file
 _DECLARED_ENCODING = re.compile(rb"<\?xml[^>]*?encoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"']")
 

@@ -17,8 +17,6 @@ from onestem.pml.nodes import Module, Node, Parameter, Role, Schema, Text, Union
 from onestem.pml.place import Place, PmlError, show
 from onestem.pml.tokens import Part, Tokenizer, around_turns, encode_parts, encode_text
 
-__all__ = ["Block", "Layout", "Slot", "Span", "before_turns", "lay_out", "separated"]
-
 
 @dataclass(frozen=True, eq=False)
 class Span:

@@ -20,8 +20,6 @@ from onestem.pml.segments import (
 )
 from onestem.pml.tokens import Tokenizer
 
-__all__ = ["Library"]
-
 # Markup, or the file that it is in.
 Source = str | os.PathLike[str]
 

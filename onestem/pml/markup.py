@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from onestem.pml.nodes import Import, Module, Node, Parameter, Prompt, Role, Schema, Text, Union
 from onestem.pml.place import PmlError, show
 
-__all__ = ["to_markup"]
-
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;"}
 _ATTRIBUTE_ESCAPES = {**_ESCAPES, '"': "&quot;", "\n": "&#10;", "\t": "&#9;"}

@@ -16,24 +16,6 @@ from typing import TypeAlias
 
 from onestem.pml.place import Place, PmlError, show
 
-__all__ = [
-    "ROLES",
-    "Argument",
-    "Import",
-    "Member",
-    "Module",
-    "Node",
-    "Parameter",
-    "Prompt",
-    "Role",
-    "Schema",
-    "Text",
-    "Union",
-    "imports_of",
-    "modules_of",
-    "with_roles",
-]
-
 ROLES = ("system", "user", "assistant")
 RESERVED = frozenset({"schema", "prompt", "module", "union", "parameter", "param", *ROLES})
 MAX_PARAMETER = 1 << 20  # tokens

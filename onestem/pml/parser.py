@@ -17,19 +17,6 @@ from onestem.pml.nodes import ROLES, Prompt, Schema
 from onestem.pml.place import Place, PmlError
 from onestem.pml.whitespace import Fragment, FragmentKind
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_ENTITY_TEXT",
-    "D",
-    "of_kind",
-    "parse",
-    "parse_prompt",
-    "parse_schema",
-    "read",
-    "read_prompt",
-    "read_schema",
-]
-
 MAX_DEPTH = 128  # of nested elements
 MAX_ENTITY_TEXT = 1 << 20  # characters, over all uses of declared entities
 SCHEMA_TAGS = ("module", "union", "parameter", "param", *ROLES)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from onestem.errors import RequestError
 
-__all__ = ["Place", "PmlError", "show"]
-
 
 class Place(NamedTuple):
     """A character of a file; line and column count from 1."""

@@ -9,8 +9,6 @@ from onestem.pml.layout import Layout
 from onestem.pml.nodes import Import, Node, Prompt, Text, with_roles
 from onestem.pml.place import PmlError
 
-__all__ = ["NewText", "new_texts"]
-
 Path = tuple[str, ...]
 
 

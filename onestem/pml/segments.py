@@ -22,16 +22,6 @@ import numpy as np
 from onestem.errors import ConfigError
 from onestem.pml.layout import Layout, Slot, Span
 
-__all__ = [
-    "ISOLATIONS",
-    "CompiledPrompt",
-    "Encoding",
-    "Isolation",
-    "Segment",
-    "SegmentKind",
-    "parse_isolation",
-]
-
 Isolation = Literal["anchored", "isolated", "off"]
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
 SegmentKind = Literal["cached", "placeholder", "argument", "text"]

@@ -15,8 +15,6 @@ import numpy as np
 from onestem.errors import RequestError
 from onestem.pml.place import Place, PmlError
 
-__all__ = ["Part", "Tokenizer", "around_turns", "encode_parts", "encode_text"]
-
 
 class Tokenizer(Protocol):
     """What PML needs of a tokenizer (`onestem.engine.text.tokenizer.Tokenizer` has it)."""

@@ -23,8 +23,6 @@ from enum import Enum
 from onestem.pml.nodes import Parameter, Text
 from onestem.pml.place import Place
 
-__all__ = ["Fragment", "FragmentKind", "clean"]
-
 
 class FragmentKind(Enum):
     """How characters of a stretch were written."""

@@ -20,8 +20,6 @@ from onestem.planner import Deal, Planned, RunningOrder, plan_job, planned
 from onestem.replicas.worker import Facts, Failure, Report
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Crew", "Dealer"]
-
 # A replica has two open calls, so that it need not wait for the second one.
 CALLS = 2
 CALL_SECONDS = 0.25

@@ -16,8 +16,6 @@ from onestem.replicas.worker import Facts, Failure, Report, Worker
 from onestem.request import Request
 from onestem.threads import ram_bytes, usable_cores
 
-__all__ = ["RayCrew", "check_reached", "fitting_here"]
-
 WAIT_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
 # What a client of HTTP/2, and so of gRPC, begins with: the preface, and an empty frame of settings.

@@ -28,8 +28,6 @@ from onestem.replicas.ray import RayCrew
 from onestem.replicas.worker import Facts
 from onestem.request import Request, RequestOutput, SamplingParams
 
-__all__ = ["Replicas"]
-
 
 def _say(line: str) -> None:
     print(f"onestem: {line}", file=sys.stderr)

@@ -16,8 +16,6 @@ from onestem.llm import LLM
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Facts", "Failure", "Report", "Worker"]
-
 log = logging.getLogger(__name__)
 
 AGAIN = ": start the engine again"  # of a `RankError`: replicas do that by themselves

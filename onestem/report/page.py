@@ -18,8 +18,6 @@ from onestem.errors import ConfigError, JobError
 from onestem.files import check_place, write_whole
 from onestem.report.tree import DrawnTree
 
-__all__ = ["Price", "check_page", "write_page"]
-
 FOLDER = Path(__file__).parent
 MOST_NODES = 8000
 MOST_BYTES = 900_000

@@ -12,8 +12,6 @@ import numpy as np
 from onestem.planner import JobPlan, Prompts
 from onestem.planner.prefix_tree import PrefixTree
 
-__all__ = ["DrawnTree", "first_words", "savings_by_level"]
-
 WORDS_CHARACTERS = 120
 WORDS_TOKENS = 96  # tokens decoded for these characters
 

@@ -12,21 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from onestem.checked import DescribedBy, Object, check, check_content, read_json, show
 from onestem.errors import RequestError
 
-__all__ = [
-    "MAX_CHOICES",
-    "MAX_DEPTH",
-    "WHITESPACE",
-    "Format",
-    "ResponseFormat",
-    "Structured",
-    "StructuredOutputs",
-    "Text",
-    "Whitespace",
-    "copied_format",
-    "is_deep",
-    "whitespace_of",
-]
-
 MAX_CHOICES = 1024  # each is a sequence, as each of n is
 MAX_DEPTH = 64  # objects and lists inside one another, in a body or in a text of JSON
 

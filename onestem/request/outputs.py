@@ -9,22 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from onestem.scores import PathScores
 
-__all__ = [
-    "Answer",
-    "Completion",
-    "CompletionOutput",
-    "FinishReason",
-    "Logprob",
-    "Logprobs",
-    "RankedLogprobs",
-    "RequestMetrics",
-    "RequestOutput",
-    "Rerendered",
-    "Reuse",
-    "Told",
-    "TokenLogprobs",
-]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # token id -> natural-log probability, highest first; the sampled (or given) token is always in it.

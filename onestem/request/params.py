@@ -12,16 +12,6 @@ from onestem.checked import EXPECTED, Checked, plain, show
 from onestem.errors import RequestError
 from onestem.request.formats import MAX_CHOICES, Format, Structured, Text, copied_format
 
-__all__ = [
-    "MAX_TOKEN_ID",
-    "ONE_TOKEN",
-    "SamplingParams",
-    "TokenId",
-    "is_masked",
-    "masking_fields",
-    "why_masked",
-]
-
 MAX_LOGPROBS = 100
 MAX_STOPS = 64  # each is looked for after every token
 MAX_TOKEN_ID = 2**31 - 1  # ids are kept as int32

@@ -13,8 +13,6 @@ from onestem.pml import CompiledPrompt
 from onestem.request.params import SamplingParams
 from onestem.scores import ScorePath
 
-__all__ = ["Priority", "Request"]
-
 Priority = Literal["interactive", "job"]
 
 

@@ -14,8 +14,6 @@ from onestem.errors import ConfigError, OnestemError, UnsupportedError
 from onestem.llm import LLM
 from onestem.request import CompletionOutput, SamplingParams
 
-__all__ = ["Rollouts"]
-
 
 class Rollouts:
     """Answers a trainer's prompts with the weights that the trainer has at that step.

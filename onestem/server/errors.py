@@ -9,18 +9,6 @@ from typing import Any
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 from onestem.openai.read import JsonError
 
-__all__ = [
-    "BUG",
-    "TOO_LATE",
-    "ApiError",
-    "BusyError",
-    "EngineDownError",
-    "NoAnswerError",
-    "as_api_error",
-    "field_of",
-    "too_late",
-]
-
 TOO_LATE = "deadline_exceeded"
 BUG = "an error in the server: its log says which"
 

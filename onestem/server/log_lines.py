@@ -8,8 +8,6 @@ from typing import Any
 
 from onestem.openai.schema import URL_OF_KIND
 
-__all__ = ["line_of"]
-
 Fields = Mapping[str, Any]
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from onestem.server.log_lines import line_of
 
-__all__ = ["FORMATS", "LEVELS", "default_format", "log", "set_up"]
-
 LEVELS = ("debug", "info", "warning", "error")
 
 

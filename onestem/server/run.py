@@ -27,8 +27,6 @@ from onestem.server.service import Service
 from onestem.server.settings import Settings
 from onestem.server.startup import say_listening, say_loading
 
-__all__ = ["HttpServer", "bind", "serve"]
-
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep idle connections, which is about a minute
 

@@ -18,8 +18,6 @@ from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
 from onestem.server.link.messages import Facts
 
-__all__ = ["ServedModel"]
-
 TOKENISING_THREADS = 2
 QUICK_BYTES = 1 << 15
 # Log-probabilities of an answer that is sent whole take this many times as much in JSON's objects.

@@ -31,8 +31,6 @@ from onestem.server.served_model import ServedModel
 from onestem.server.settings import Settings
 from onestem.server.snapshots import SnapshotCache
 
-__all__ = ["Service"]
-
 
 class Service:
     """One server without its HTTP.

@@ -13,8 +13,6 @@ from onestem.beside_vllm import SERVE, Name
 from onestem.errors import ConfigError
 from onestem.options import EngineOptions, Memory, Options, Path_, parse_memory
 
-__all__ = ["Settings"]
-
 AsTuple = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
 Texts = Annotated[tuple[str, ...], AsTuple]
 LEAST_BYTES = 1024

@@ -10,8 +10,6 @@ from typing import Any
 from onestem.server.errors import ApiError
 from onestem.server.link.client import EngineClient
 
-__all__ = ["SnapshotCache"]
-
 FRESH_SECONDS = 0.5
 
 

@@ -13,8 +13,6 @@ from onestem.server.logs import log
 from onestem.server.served_model import ServedModel
 from onestem.server.settings import Settings
 
-__all__ = ["say_listening", "say_loading"]
-
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 

@@ -50,8 +50,6 @@ from onestem.request import WHITESPACE, Whitespace, whitespace_of
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["GrammarCompiler"]
-
 _MOST_CHECKED = 1_000
 # Slow grammars are compiled one at a time, or two where steps have cores enough beside them.
 _MANY_CORES = 8

@@ -15,8 +15,6 @@ from typing import Any
 from onestem.engine.grammar.schema import SCHEMA, subschemas, unescape_references
 from onestem.engine.grammar.tags import changed
 
-__all__ = ["SHORT", "Refused", "ebnf_of", "longest_entry", "with_grammars"]
-
 # Up to here a string's limit is a rule for each character: its masks are quicker than a budget's,
 # which has to try each token that is longer than what is left.
 SHORT = 16

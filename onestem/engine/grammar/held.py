@@ -12,8 +12,6 @@ from onestem.engine.grammar.schema import check_schema, subschemas
 from onestem.errors import RequestError, UnsupportedError
 from onestem.openai.forms.grammar import ANY_OBJECT
 
-__all__ = ["held_schema"]
-
 Schema = Mapping[str, Any]
 
 _OF_ARRAYS = ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems")

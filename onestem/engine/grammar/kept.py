@@ -6,8 +6,6 @@ from collections import OrderedDict
 
 from onestem.engine.grammar.state import Grammar
 
-__all__ = ["Kept"]
-
 _MOST_FAILURES = 1_000
 
 

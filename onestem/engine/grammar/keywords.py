@@ -10,19 +10,6 @@ from typing import Any
 
 from onestem.errors import RequestError
 
-__all__ = [
-    "is_enforced",
-    "is_of_type",
-    "keyword_fault",
-    "neighbour_fault",
-    "num_characters",
-    "pattern_fault",
-    "regex_fault",
-    "same",
-    "type_names",
-]
-
-
 _ESCAPE = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\."
 _CHARACTER = re.compile(
     r"\\x(?P<hex>[0-9a-fA-F]{2})|\\u(?P<unicode>[0-9a-fA-F]{4})|\\(?P<escaped>.)|(?P<raw>.)",

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Lane"]
-
 T = TypeVar("T", bound=Hashable)
 
 _MANY_LINES = 1_000

@@ -11,8 +11,6 @@ from torch import Tensor
 from onestem.engine.grammar.state import GrammarState, packed
 from onestem.rawtext import RawText
 
-__all__ = ["TokenRules", "spelled"]
-
 
 class TokenRules:
     """State of one sequence under what its request forbids, and under its grammar if it has one.

@@ -15,8 +15,6 @@ from onestem.errors import RequestError
 if TYPE_CHECKING:
     import xgrammar
 
-__all__ = ["Grammar", "GrammarState", "packed"]
-
 
 class Grammar:
     """A format, compiled.

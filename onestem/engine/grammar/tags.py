@@ -16,17 +16,6 @@ from onestem.engine.grammar.schema import MOST_CHARACTERS, check_schema
 from onestem.errors import RequestError, UnsupportedError
 from onestem.request import MAX_DEPTH, Whitespace, is_deep
 
-__all__ = [
-    "FIELDS",
-    "changed",
-    "check_depth",
-    "check_tags",
-    "is_simple",
-    "named_tokens",
-    "tags_of",
-    "with_token_ids",
-]
-
 Format = Mapping[str, Any]
 
 # Fields of each type (xgrammar 0.2.8). Others are refused here: properties in any order may come

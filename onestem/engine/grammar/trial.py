@@ -24,16 +24,6 @@ from onestem.engine.grammar.schema import unusable
 from onestem.engine.grammar.trial_process import COMPILE, END, HEAD
 from onestem.errors import OnestemError, RequestError, UnsupportedError
 
-__all__ = [
-    "Compilable",
-    "CostlyGrammarError",
-    "GrammarLimits",
-    "Pace",
-    "SlowGrammarError",
-    "Trial",
-    "Trials",
-]
-
 _PROGRAM = "onestem.engine.grammar.trial_process"
 _NICE, _NICER = 5, 15  # the engine's steps come first
 _IDLE_WAIT = 8  # times the processor seconds, for what runs in idle time

@@ -36,8 +36,6 @@ from onestem.engine.grammar.tags import check_tags
 from onestem.errors import OnestemError
 from onestem.garbage import give_holes_back, keep_freed_memory
 
-__all__ = ["COMPILE", "END", "HEAD", "yield_to_others"]
-
 HEAD = struct.Struct("!BQQ")  # a command, an attempt's number, bytes that follow
 COMPILE, END = range(2)
 _NICEST = 19

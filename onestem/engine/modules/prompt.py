@@ -18,8 +18,6 @@ from onestem.cache import ModuleRun, ModuleStore
 from onestem.pml import CompiledPrompt, Segment
 from onestem.tree import Label, Stretch
 
-__all__ = ["Import", "ImportedRun", "PmlPrompt", "SequenceModules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Import:

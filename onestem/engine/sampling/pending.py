@@ -13,8 +13,6 @@ from torch import Tensor
 from onestem.ops.sampling import Drawn
 from onestem.request import RankedLogprobs, TokenLogprobs
 
-__all__ = ["Chosen", "Pending", "PendingBlocks", "PendingLogprobs", "Sampled", "TakenChosen"]
-
 
 class Chosen(NamedTuple):
     """Natural-log probabilities on the device.

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from onestem.request import SamplingParams
 
-__all__ = ["SamplingRow", "SamplingSettings"]
-
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:

@@ -27,9 +27,6 @@ from onestem.ops.sampling import IDLE, ROW, RowTable, processed
 from onestem.options import LogprobsMode
 from onestem.request import SamplingParams
 
-__all__ = ["Sampler", "Step"]
-
-
 _MOST_TOKENS = 2**31 - 1  # no sequence has more
 # A lower one is greedy: float32 logits have no smaller differences.
 LOWEST_TEMPERATURE = 1e-6

@@ -36,16 +36,6 @@ from onestem.seeds import derive_seed
 if TYPE_CHECKING:
     from onestem.engine.tiers.tiers import KvTiers
 
-__all__ = [
-    "MAX_CHOICE_TOKENS",
-    "SequenceFactory",
-    "check_format",
-    "check_pml",
-    "check_request",
-    "choice_ids",
-    "model_len",
-]
-
 
 # Of all of a request's choices together: as much work as a long prompt, while others wait.
 MAX_CHOICE_TOKENS = 8192

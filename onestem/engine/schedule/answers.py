@@ -18,8 +18,6 @@ from onestem.options import parse_memory
 from onestem.request import Request
 from onestem.threads import ram_bytes
 
-__all__ = ["AnswerLimit", "AnswerMemory", "answer_memory_bytes"]
-
 # Measured, as Python's objects: an entry of a token's log-probabilities (85 of 100 alternatives, 60
 # of 5), and a token of one of n answers, in its list.
 ENTRY_BYTES, TOKEN_BYTES = 90, 48

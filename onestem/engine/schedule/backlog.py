@@ -20,8 +20,6 @@ from onestem.engine.sequence import stretches_of
 from onestem.request import Request
 from onestem.tree import Node, RadixTree, cut
 
-__all__ = ["Backlog", "Turns"]
-
 MIN_AHEAD = 64  # cached tokens that a request needs more than the oldest, to pass it
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from onestem.engine.tiers.prefixes import PrefixTiers
     from onestem.engine.tiers.tiers import KvTiers
 
-__all__ = ["PromptChunks"]
-
 
 @dataclass(eq=False, repr=False)
 class PromptChunks:

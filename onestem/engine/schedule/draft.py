@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from onestem.engine.sequence import Chunk, Sequence, StepChanges
 
-__all__ = ["StepDraft"]
-
 
 @dataclass(kw_only=True, eq=False)
 class StepDraft:

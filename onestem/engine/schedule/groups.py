@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from onestem.cache import PrefixCache, Run
 from onestem.engine.sequence import RequestState, Sequence
 
-__all__ = ["PlannedGroups"]
-
 
 @dataclass(eq=False, repr=False)
 class PlannedGroups:

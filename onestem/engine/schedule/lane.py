@@ -11,8 +11,6 @@ from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.throttle import JobShare
 from onestem.engine.sequence import Sequence
 
-__all__ = ["Lane"]
-
 # Steps in which jobs run beside interactive requests, and in which they pause.
 MIXED_STEPS = 16
 REFERENCE_STEPS = 6

@@ -15,8 +15,6 @@ from onestem.engine.sequence import Sequence, stretches_of
 from onestem.errors import RequestError
 from onestem.request import ONE_TOKEN, Request
 
-__all__ = ["PREFIXES", "PinnedPrefixes", "PrefixInfo", "PrefixRequest", "prefix_id"]
-
 PREFIXES = ":prefixes"
 """The key of requests for pinned prefixes, so that they do not wait for a backlog."""
 

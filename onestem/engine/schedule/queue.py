@@ -14,8 +14,6 @@ from onestem.engine.schedule.backlog import Turns
 from onestem.request import Request
 from onestem.tree import RadixTree
 
-__all__ = ["Gate", "Gatekeeper", "HybridQueue", "InteractiveQueue", "PlannedQueue", "RequestQueue"]
-
 JOBS = "jobs"  # the key of what jobs wait for at the gate, if the server has not checked it
 
 

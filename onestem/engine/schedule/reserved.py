@@ -10,9 +10,6 @@ import numpy as np
 from onestem.cache import PrefixCache
 from onestem.engine.sequence import Sequence
 
-__all__ = ["ReservedPages"]
-
-
 # Steps after which the pages that running sequences will still need are counted again. They become
 # fewer with time, but for new sequences, which are counted when admitted.
 COUNTED_STEPS = 16

@@ -9,8 +9,6 @@ from onestem.cache import Run
 from onestem.engine.sequence import Sequence
 from onestem.request import Rerendered, Reuse
 
-__all__ = ["explain"]
-
 SHOWN = 4  # tokens of runs beside a prompt's own, for an explanation
 SHOWN_ANSWER = 16  # tokens of an answer that a prompt leaves
 LOOKED_AT = 16  # newest runs beside one, among which an answer is looked for

@@ -17,8 +17,6 @@ from onestem.engine.schedule.reuse import explain
 from onestem.engine.schedule.waiting import WaitingLine
 from onestem.engine.sequence import Sequence
 
-__all__ = ["Room"]
-
 
 @dataclass(eq=False, repr=False)
 class Room:

@@ -20,8 +20,6 @@ from onestem.engine.sequence import Sequence, StepChanges
 if TYPE_CHECKING:
     from onestem.engine.schedule.admission import SequenceFactory
 
-__all__ = ["Scheduler"]
-
 
 class DecodingRows(Protocol):
     """The rows that decode at present (`onestem.engine.step.batch_rows`)."""

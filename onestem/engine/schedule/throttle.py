@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["CheckPace", "JobShare", "StepLimits"]
-
-
 SLOWDOWN = 1.15  # of a step, so that the 99th percentile stays below 1.25
 SAMPLES = 4  # steps of a cycle that run without jobs and measure the reference
 CYCLE = 68

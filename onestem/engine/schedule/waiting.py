@@ -18,8 +18,6 @@ from onestem.request import Request
 if TYPE_CHECKING:
     from onestem.engine.schedule.admission import SequenceFactory
 
-__all__ = ["SourceError", "WaitingLine"]
-
 # Sequences that wait for host memory while requests after them are looked for that need none.
 MOST_PARKED = 256
 # Steps after which memory is looked for again for the first that waits.

@@ -22,8 +22,6 @@ from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
 
-__all__ = ["BatchRows"]
-
 # Rows are made anew if this many words of page lists are unused, if a new row would read more than
 # this many tokens apart from others that read them too, or if more rows than this (share) are new.
 SPARE_WORDS = 1 << 15

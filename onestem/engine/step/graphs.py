@@ -29,8 +29,6 @@ from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
 from onestem.options import ShareMode
 
-__all__ = ["Graph", "GraphRunner", "GraphShape", "Staging"]
-
 # Rows that graphs are made for; a larger step is launched kernel by kernel.
 BATCH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,

@@ -19,8 +19,6 @@ from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
 
-__all__ = ["DecodeLayout", "NewPages", "Rows", "StepInputs", "join_prompts"]
-
 # Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8
 

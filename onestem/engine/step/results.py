@@ -19,8 +19,6 @@ from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
 from onestem.request import FinishReason, TokenLogprobs, why_masked
 
-__all__ = ["Results"]
-
 NOT_FINITE = "the logits are not finite: the weights are damaged, or overflow in this dtype"
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from onestem.cache import PrefixCache, Run
 from onestem.engine.sequence import Sequence
 from onestem.engine.step.sequence_table import SequenceTable
 
-__all__ = ["RunReaders"]
-
 
 @dataclass(eq=False, repr=False)
 class RunReaders:

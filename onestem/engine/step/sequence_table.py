@@ -17,8 +17,6 @@ from onestem.engine.sequence import Sequence
 from onestem.ops.sampling import IDLE, ROW
 from onestem.request import TokenLogprobs
 
-__all__ = ["Columns", "SequenceTable"]
-
 
 class Columns:
     """int64 arrays by name: the attributes that a subclass declares.

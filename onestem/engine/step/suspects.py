@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from onestem.engine.sequence import Sequence
 
-__all__ = ["Suspects"]
-
 # Failed steps until all that are suspected are ended: more than halving 2^15 sequences takes.
 MAX_FAILURES = 40
 

@@ -12,8 +12,6 @@ from onestem.native import is_panic, native
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Backend"]
-
 
 class Backend:
     """A tokenizer of the library, without truncation and padding: a directory may carry these from

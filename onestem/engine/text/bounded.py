@@ -14,8 +14,6 @@ from onestem.errors import RequestError
 from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
 
-__all__ = ["BoundedTokenizer", "check_markup"]
-
 TAG = re.compile(r"<[^>]*>")
 MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay out and to compile
 

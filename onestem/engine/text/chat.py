@@ -14,8 +14,6 @@ from onestem.openai.forms.history import Habits, found_out, needs_habits, told, 
 from onestem.openai.forms.spelling import StandIns
 from onestem.openai.rank import question
 
-__all__ = ["ChatTemplate"]
-
 # What `transformers` takes beside a template's own variables.
 _NOT_TEMPLATE_FIELDS = frozenset(
     (

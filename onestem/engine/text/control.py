@@ -10,8 +10,6 @@ from onestem.engine.text.backend import Backend
 from onestem.openai.forms.spelling import SpelledText
 from onestem.rawtext import RawText
 
-__all__ = ["ControlNames"]
-
 
 class ControlNames:
     """Control tokens by their names.

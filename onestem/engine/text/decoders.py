@@ -14,8 +14,6 @@ from onestem.errors import UnsupportedError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BYTE_LEVEL", "BYTE_TOKEN", "settled"]
-
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Decoders of which each token's text is its own, whatever follows it.
 _LOCAL = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}

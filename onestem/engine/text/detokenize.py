@@ -14,8 +14,6 @@ from onestem.engine.text.tokenizer import Tokenizer
 from onestem.request import SamplingParams
 from onestem.utf8 import decoded, last_bytes
 
-__all__ = ["IncrementalDetokenizer"]
-
 
 class IncrementalDetokenizer:
     """The text of one sequence as it grows.

@@ -16,8 +16,6 @@ from onestem.errors import ConfigError
 from onestem.files import check_regular
 from onestem.models.fields import is_integer, read_json
 
-__all__ = ["TRIAL", "check_files"]
-
 # Those that transformers may read with a tokenizer; `config.json` is one of them. Others in the
 # directory may be anything.
 _SUFFIXES = (".jinja", ".model", ".tiktoken")

@@ -19,8 +19,6 @@ from onestem.models.gguf.header import Header, List
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["read_tokenizer"]
-
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # `tokenizer.ggml.token_type`
 
 # Ends of a turn, in files that name only the end of a text. gpt-oss ends its parts with `<|end|>`.

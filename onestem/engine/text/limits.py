@@ -14,8 +14,6 @@ from onestem.engine.text.decoders import BYTE_LEVEL
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["MOST_CHARACTERS", "most_per_token", "steps_of"]
-
 # Of any text. These take half a minute to tokenise, and some 10 GiB of memory.
 MOST_CHARACTERS = 1 << 26
 

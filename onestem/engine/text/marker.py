@@ -13,8 +13,6 @@ from onestem.engine.text.control import ControlNames
 from onestem.errors import RequestError
 from onestem.rawtext import RawText
 
-__all__ = ["Marker"]
-
 
 class Marker:
     """Tells the control tokens that a template writes from those that messages mention, and those

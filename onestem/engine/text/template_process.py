@@ -16,8 +16,6 @@ from typing import Any
 
 from onestem.children import serve
 
-__all__ = ["answering"]
-
 MODULE = "transformers.utils.chat_template_utils"
 
 

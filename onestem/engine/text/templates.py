@@ -16,8 +16,6 @@ from onestem.engine.text.limits import MOST_CHARACTERS
 from onestem.engine.text.template_process import answering
 from onestem.errors import RequestError
 
-__all__ = ["CHILD", "LIMITS", "isolate", "render"]
-
 LIMITS = Limits(cpu_seconds=10, wall_seconds=60, memory_bytes=2 << 30)
 
 CHILD = Child("onestem.engine.text.template_process", LIMITS)  # of all tokenizers

@@ -37,8 +37,6 @@ from onestem.native import is_panic
 from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
 
-__all__ = ["Tokenizer", "read_hugging_face"]
-
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from onestem.children import serve
 
-__all__: list[str] = []
-
 # Characters of several scripts, marks, and what is no letter; names of tokens; blanks.
 TEXTS = [
     "",

@@ -17,8 +17,6 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.decoders import BYTE_LEVEL, BYTE_TOKEN, settled
 from onestem.errors import UnsupportedError
 
-__all__ = ["Vocabulary"]
-
 
 class Vocabulary:
     """The tokens of a tokenizer.

@@ -11,8 +11,6 @@ from onestem.models.families.shared import layer_windows
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
-__all__ = ["names", "read_glm4", "read_gpt_oss", "read_mixtral", "read_olmoe", "read_qwen"]
-
 
 def read_mixtral(fields: Fields, architecture: str) -> Description:
     """Description of Mixtral: experts in every layer, and one window for all or none."""

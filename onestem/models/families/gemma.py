@@ -26,8 +26,6 @@ from onestem.models.families.shared import (
 from onestem.models.fields import Fields, is_integer
 from onestem.models.names import Role, TensorNames
 
-__all__ = ["gemma4_names", "names", "read_gemma2", "read_gemma3", "read_gemma4"]
-
 # Of attention and MLP, before and after each.
 _BOTH_NORMS = {
     Role.INPUT_NORM: "input_layernorm",

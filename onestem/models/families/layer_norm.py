@@ -18,17 +18,6 @@ from onestem.models.families.shared import gelu, rotary, sizes
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
-__all__ = [
-    "falcon_names",
-    "gpt2_names",
-    "mpt_names",
-    "phi_names",
-    "read_falcon",
-    "read_gpt2",
-    "read_mpt",
-    "read_phi",
-]
-
 Block = Literal["sequential", "parallel", "parallel_two_norms"]
 
 _FALCON_NORMS: dict[Block, dict[Role, str]] = {

@@ -23,24 +23,6 @@ from onestem.models.families.shared import (
 from onestem.models.fields import Fields
 from onestem.models.names import Role, TensorNames
 
-__all__ = [
-    "glm_names",
-    "image_names",
-    "names",
-    "olmo_names",
-    "phi3_names",
-    "plain",
-    "read",
-    "read_glm",
-    "read_granite",
-    "read_image_model",
-    "read_ministral3",
-    "read_olmo2",
-    "read_olmo3",
-    "read_phi3",
-    "read_smollm3",
-]
-
 _MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
 
 PHI3_TRAINED_POSITIONS = 4096  # before scaling, where the file does not say

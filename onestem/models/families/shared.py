@@ -17,19 +17,6 @@ from onestem.models.description import (
 )
 from onestem.models.fields import Fields
 
-__all__ = [
-    "IMAGE_MODEL",
-    "gelu",
-    "layer_windows",
-    "nested_rotary",
-    "rotary",
-    "rotary_by_window",
-    "sizes",
-    "text_fields",
-    "window_rotaries",
-    "windowed_kinds",
-]
-
 _GELU: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

@@ -17,8 +17,6 @@ from onestem.server.api.routes import COMPLETIONS, Body, answer, known_query
 from onestem.server.api.tokens import counting
 from onestem.server.served_model import ServedModel
 
-__all__ = ["adapted"]
-
 Json = dict[str, Any]
 
 adapted = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(known_query)])

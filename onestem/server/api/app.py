@@ -29,8 +29,6 @@ from onestem.server.errors import BUG, ApiError, EngineDownError, as_api_error, 
 from onestem.server.logs import log
 from onestem.server.service import Service
 
-__all__ = ["Contained", "make_app"]
-
 MESSAGES = "/v1/messages"  # whose errors have Anthropic's form
 
 

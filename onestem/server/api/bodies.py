@@ -18,8 +18,6 @@ from starlette.requests import Request
 from onestem.server.api.limits import BODY_SECONDS, declared_length, read_limited
 from onestem.server.errors import ApiError
 
-__all__ = ["Bodies"]
-
 SMALL_BYTES = 1 << 15  # not counted: a connection's own buffers take more
 RETRY_SECONDS = 5
 

@@ -10,8 +10,6 @@ from onestem.server.api.bodies import Bodies
 from onestem.server.objects.tenants import Tenant
 from onestem.server.service import Service
 
-__all__ = ["Asks", "Operates", "Serves", "bodies_of", "service_of"]
-
 
 def service_of(request: Request) -> Service:
     """The service that a request was sent to."""

@@ -22,8 +22,6 @@ from onestem.server.link.inbox import Inbox
 from onestem.server.link.messages import Delta
 from onestem.server.records.call_record import CallRecord, Outcome
 
-__all__ = ["Call", "usage_of"]
-
 
 @dataclass(kw_only=True)
 class Call(CallRecord):

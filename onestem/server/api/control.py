@@ -11,8 +11,6 @@ from onestem.server.api.callers import Operates
 from onestem.server.api.limits import read_limited
 from onestem.server.errors import ApiError, EngineDownError
 
-__all__ = ["control_routes"]
-
 Json = dict[str, Any]
 Tag = Literal["weights", "kv_cache"]
 MAX_BODY = 65536  # bytes

@@ -25,8 +25,6 @@ from onestem.checked import show
 from onestem.errors import ConfigError
 from onestem.server.errors import ApiError
 
-__all__ = ["ForeignCalls", "hosts_of"]
-
 PATTERN = re.compile(r"\*|(\*?\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD", "OPTIONS")

@@ -21,8 +21,6 @@ from uvicorn.server import ServerState
 from onestem.server.api.streams import COMMENT, WRITER
 from onestem.server.errors import ApiError
 
-__all__ = ["HalfOpenProtocol"]
-
 # A reader that takes nothing of a whole answer for this long is given up: until then the answer
 # is in memory. (A stream has a deadline.)
 READER_SECONDS = 60.0

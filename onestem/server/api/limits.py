@@ -11,8 +11,6 @@ from starlette.types import Message, Receive
 from onestem.checked import show
 from onestem.server.errors import ApiError
 
-__all__ = ["BODY_SECONDS", "check_media_type", "declared_length", "limited", "read_limited"]
-
 BODY_SECONDS = 60.0
 # To go on reading a body that is refused: maximum bytes, seconds in all, and between two pieces.
 DROPPED_BYTES, DROP_SECONDS, DROP_PAUSE = 4 << 20, 20.0, 2.0

@@ -13,8 +13,6 @@ from onestem import __version__
 from onestem.adapters.messages_write import MessageError
 from onestem.openai.schema import ErrorAnswer
 
-__all__ = ["ERRORS", "MESSAGE_ERRORS", "answers", "body_of", "document"]
-
 REF = "#/components/schemas/{model}"
 # Those that the document describes.
 MODELS: dict[type[BaseModel], None] = {ErrorAnswer: None, MessageError: None}

@@ -37,8 +37,6 @@ from onestem.server.objects.tenants import APP_OWNER, Tenant
 from onestem.server.served_model import ServedModel
 from onestem.server.service import Service
 
-__all__ = ["QUICK_TOKENS", "prepare", "read_json"]
-
 # Token ids that are checked, or written with their alternatives, on the event loop; checks take
 # less than a millisecond.
 QUICK_TOKENS = 8192

@@ -42,8 +42,6 @@ from onestem.server.link.inbox import Inbox
 from onestem.server.logs import log
 from onestem.server.service import Service
 
-__all__ = ["Reply", "check_piece", "events", "whole_body"]
-
 PING_SECONDS = 15.0
 SLOW_READER_SECONDS = 60.0  # time for a reader to take the rest after the deadline
 CLIENT_GONE = 499  # as proxies write it in their logs; it is never sent

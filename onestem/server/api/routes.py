@@ -39,8 +39,6 @@ from onestem.server.objects import files
 from onestem.server.objects.tenants import Tenant
 from onestem.server.service import Service
 
-__all__ = ["COMPLETIONS", "Body", "answer", "api", "known_query", "open_routes", "tokens"]
-
 Json = dict[str, Any]
 Body = Annotated[Json, Depends(read_json)]
 Limit = Annotated[int, Query(ge=1, le=10000)]

@@ -13,16 +13,6 @@ from starlette.types import Receive, Scope, Send
 if TYPE_CHECKING:
     from onestem.server.api.half_open import HalfOpenProtocol
 
-__all__ = [
-    "COMMENT",
-    "DONE",
-    "EventStream",
-    "WRITER",
-    "event",
-    "while_there",
-    "piece_writer",
-]
-
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"

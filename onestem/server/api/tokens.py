@@ -15,8 +15,6 @@ from onestem.openai.schema import DetokenizeBody, TokenizeBody
 from onestem.rawtext import RawText
 from onestem.server.served_model import ServedModel
 
-__all__ = ["counting", "detokenize", "tokenize"]
-
 TOKENIZED_LENGTHS = 4  # times the model's: by how much a text is too long can be asked
 
 

@@ -17,8 +17,6 @@ from onestem.checked import show
 from onestem.server.api.limits import check_media_type, limited
 from onestem.server.errors import ApiError
 
-__all__ = ["Download", "uploaded"]
-
 
 @asynccontextmanager
 async def uploaded(request: Request, limit: int) -> AsyncIterator[UploadFile]:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from onestem.engine.schedule.queue import Gate, Gatekeeper
 from onestem.request import Request
 
-__all__ = ["AdmissionWindow"]
-
 SECONDS_PER_STREAM = 0.00004
 LONGEST_WAIT = 0.02
 ENOUGH = 24  # new requests that need not wait for more

@@ -12,8 +12,6 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ["BUFFER_BYTES", "LENGTH", "Channel", "frame", "read_message"]
-
 LENGTH = struct.Struct("!Q")
 BUFFER_BYTES = 4 << 20
 

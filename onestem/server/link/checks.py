@@ -17,8 +17,6 @@ from onestem.server.link.messages import Answered, Ask
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["Checks"]
-
 THREADS = 4  # requests that are checked at once
 
 

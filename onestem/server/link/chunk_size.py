@@ -12,8 +12,6 @@ import math
 import time
 from collections.abc import Callable
 
-__all__ = ["ChunkSize"]
-
 CHUNKS_PER_SECOND = 8000
 SECONDS = 0.25  # between looks at how many tokens come
 

@@ -18,8 +18,6 @@ from onestem.server.link.process import EngineProcess
 from onestem.server.link.recent_window import RecentWindow
 from onestem.server.link.supervisor import Supervisor
 
-__all__ = ["ANSWER_SECONDS", "EngineClient"]
-
 ANSWER_SECONDS = 60.0
 NOBODY = -1  # token of a question whose answer is ignored
 

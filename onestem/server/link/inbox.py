@@ -14,8 +14,6 @@ from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.chunk_size import ChunkSize
 from onestem.server.link.messages import Delta
 
-__all__ = ["Inbox"]
-
 
 class _Part:
     """The listener of one of a call's requests."""

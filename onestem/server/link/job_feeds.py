@@ -12,8 +12,6 @@ from onestem.server.link.messages import JobRequests
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["JobFeed", "JobFeeds"]
-
 
 class JobFeed:
     """A job's requests as they come from the server; the engine reads them as it has room.

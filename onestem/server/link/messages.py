@@ -18,24 +18,6 @@ from onestem.request import (
 )
 from onestem.scores import PathScores
 
-__all__ = [
-    "Abort",
-    "Add",
-    "Answered",
-    "Ask",
-    "Begun",
-    "Delta",
-    "Facts",
-    "Failed",
-    "JobRequests",
-    "Ready",
-    "RemoveJob",
-    "Report",
-    "Stop",
-    "Tokens",
-    "Unask",
-]
-
 
 @dataclass(frozen=True)
 class Add:

@@ -8,8 +8,6 @@ from onestem.request import Request, RequestOutput
 from onestem.server.link.messages import JobRequests, RemoveJob
 from onestem.server.link.supervisor import Supervisor
 
-__all__ = ["JobNews", "OpenJobs"]
-
 # A request of the job has ended; or so many of its requests the engine has taken so far; or, None,
 # the engine is gone, and with it the job.
 JobNews = RequestOutput | int | None

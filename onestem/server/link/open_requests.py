@@ -21,8 +21,6 @@ from onestem.server.link.recent_window import RecentWindow
 from onestem.server.link.supervisor import Supervisor
 from onestem.server.logs import log
 
-__all__ = ["Listener", "OpenRequest", "OpenRequests"]
-
 # Called once with a request's end (its pieces are not news); None where it is unknown.
 OnEnd = Callable[[Delta | None], object]
 

@@ -14,8 +14,6 @@ from onestem.server.link.snapshot import snapshot_of
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["Orders"]
-
 log = logging.getLogger(__name__)
 
 

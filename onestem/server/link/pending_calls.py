@@ -11,8 +11,6 @@ from onestem.errors import RequestError
 from onestem.server.errors import ApiError, BusyError, NoAnswerError
 from onestem.server.link.messages import Answered, Ask, Unask
 
-__all__ = ["PendingCalls"]
-
 
 class PendingCalls:
     """Sends questions and hands each answer to its asker.

@@ -13,8 +13,6 @@ from onestem.options import EngineOptions
 from onestem.processes import python_module
 from onestem.server.link.channel import BUFFER_BYTES, frame
 
-__all__ = ["EngineProcess", "ProcessLink", "connect"]
-
 LOADER = "onestem.server.link.worker:load"
 
 

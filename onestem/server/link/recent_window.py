@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["RecentWindow"]
-
 
 class RecentWindow:
     """Values of the last `seconds`, at most `most` of them."""

@@ -10,8 +10,6 @@ from onestem.engine.sequence import RequestState, Sequence
 from onestem.request import CompletionOutput, RequestOutput, Told
 from onestem.server.link.messages import Delta, Tokens
 
-__all__ = ["Deltas", "last_delta"]
-
 
 @dataclass(slots=True)
 class _Single:

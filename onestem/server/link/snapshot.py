@@ -13,8 +13,6 @@ from onestem.cache import Run
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["snapshot_of"]
-
 MOST_RUNS = 400
 FIRST_TOKENS = 12
 

@@ -16,8 +16,6 @@ from onestem.server.link.process import EngineProcess, ProcessLink
 from onestem.server.link.watchdog import Watchdog
 from onestem.server.logs import log
 
-__all__ = ["State", "Supervisor"]
-
 LONGEST_PAUSE = 30.0
 STOP_SECONDS = 10.0
 

@@ -51,8 +51,6 @@ from onestem.server.link.reports import Deltas, last_delta
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
 
-__all__ = ["Worker", "load", "load_with_ranks", "main"]
-
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25

@@ -10,9 +10,6 @@ from onestem.checked import check, without_nulls
 from onestem.openai.schema import BatchBody
 from onestem.server.objects.store import Row, now
 
-__all__ = ["new_batch"]
-
-
 TIMES = (
     "in_progress_at",
     "expires_at",

@@ -12,8 +12,6 @@ from onestem.server.errors import ApiError, EngineDownError
 from onestem.server.link.client import EngineClient
 from onestem.server.link.open_jobs import JobNews
 
-__all__ = ["compute_modules"]
-
 WINDOW = 64  # maximum requests in the engine process at once
 
 

@@ -13,15 +13,6 @@ from onestem.server.errors import ApiError
 from onestem.server.objects.store import Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
-__all__ = [
-    "check_room",
-    "describe",
-    "find_file",
-    "keep",
-    "new_file_row",
-    "page_of",
-]
-
 CHUNK_BYTES = 1 << 20
 
 

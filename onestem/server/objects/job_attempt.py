@@ -22,8 +22,6 @@ from onestem.server.logs import log
 from onestem.server.objects.reading import Reading
 from onestem.server.objects.tenants import Tenant
 
-__all__ = ["JobAttempt", "StoppedError", "in_thread"]
-
 WINDOW = 512  # requests of a job that the engine process holds and has not taken
 PREPARE_SECONDS = 600.0  # for a line's grammar, behind those of others
 PAUSES = (10.0, 60.0)  # before each further try to have it compiled, where the machine is busy

@@ -12,8 +12,6 @@ from onestem.openai.read import JsonError, read_object
 from onestem.server.objects.files import new_file_row
 from onestem.server.objects.store import Store
 
-__all__ = ["count_lines", "counts_in", "keep_output"]
-
 
 def keep_output(
     store: Store, owner: str, batch_id: str, path: Path

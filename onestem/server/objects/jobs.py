@@ -36,8 +36,6 @@ from onestem.server.objects.schemas import Schemas
 from onestem.server.objects.store import OPEN_STATUSES, Row, Store, now
 from onestem.server.objects.tenants import Tenant
 
-__all__ = ["Jobs"]
-
 MOST_DEATHS = 3  # maximum deaths of the engine without an answer of the job in between
 PROGRESS_SECONDS = 1.0
 LONGEST_PAUSE = 30.0  # where the store fails

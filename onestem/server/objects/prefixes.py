@@ -30,8 +30,6 @@ from onestem.server.logs import log
 from onestem.server.objects.store import Store, now
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
-__all__ = ["Prefix", "Prefixes", "check_name", "read_app"]
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 READY_SECONDS = 600.0
 POLL_SECONDS = 0.02

@@ -11,8 +11,6 @@ from pathlib import Path
 from onestem.batch import Progress
 from onestem.errors import JobError
 
-__all__ = ["Reading"]
-
 MOST_ENDS = 3
 
 

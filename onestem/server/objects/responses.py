@@ -16,8 +16,6 @@ from typing import Any
 from onestem.checked import show
 from onestem.server.errors import ApiError
 
-__all__ = ["StoredResponses", "Turn"]
-
 JsonObject = dict[str, Any]
 MOST = 1024
 MOST_BYTES = 64 << 20

@@ -25,8 +25,6 @@ from onestem.server.objects.encoding import compute_modules
 from onestem.server.objects.store import Store, now
 from onestem.server.objects.tenants import APP_OWNER, Tenant
 
-__all__ = ["CompilePml", "Schemas"]
-
 ENCODE_SECONDS = 600.0
 MOST_SCHEMAS = 256  # of a key
 

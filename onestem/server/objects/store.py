@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 from onestem.errors import ConfigError
 
-__all__ = ["OPEN_STATUSES", "Row", "Store", "now"]
-
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,

@@ -21,8 +21,6 @@ from pathlib import Path
 from onestem.errors import ConfigError
 from onestem.server.errors import ApiError
 
-__all__ = ["APP_OWNER", "EVERYBODY", "Keys", "OPERATOR", "Tenant", "read_key_file"]
-
 OPERATOR = "operator"
 APP_OWNER = "*"  # owner of what the operator has made for all; no key can have this name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

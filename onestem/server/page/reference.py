@@ -15,8 +15,6 @@ from markupsafe import Markup, escape
 
 from onestem.checked import EXPECTED, words
 
-__all__ = ["api_page", "body_name", "kind_of", "objects_of"]
-
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
 STYLES = (STATIC / "page.css", HERE / "reference.css")  # that of the page at /, and its own

@@ -16,8 +16,6 @@ from onestem.server.api.transfers import Download
 from onestem.server.page.reference import api_page
 from onestem.server.page.state import events, state_of
 
-__all__ = ["page_routes"]
-
 FOLDER = Path(__file__).parent / "static"
 NAME = re.compile(r"[A-Za-z0-9_-]+\.(?:js|css|svg)")
 TYPES = {

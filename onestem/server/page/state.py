@@ -11,8 +11,6 @@ from typing import Any
 from onestem.server.api.streams import event
 from onestem.server.service import Service
 
-__all__ = ["events", "state_of"]
-
 MOST_JOBS = 50
 
 

@@ -12,8 +12,6 @@ from onestem.request import Request, RequestMetrics, Rerendered
 from onestem.server.link.messages import Delta
 from onestem.server.objects.tenants import Tenant
 
-__all__ = ["CallRecord", "Outcome"]
-
 Outcome = Literal["stop", "length", "abort", "error", "timeout", "refused"]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from onestem.request import RequestMetrics, Reuse
 from onestem.server.records.call_record import CallRecord
 
-__all__ = ["History"]
-
 SECONDS = 300
 RATE_SECONDS = 5  # window of rates, so that the many tokens of one step or report make no peak
 TRAILING_SECONDS = 10.0

@@ -14,8 +14,6 @@ from onestem.server.link.client import EngineClient
 from onestem.server.records.call_record import CallRecord
 from onestem.threads import resident_bytes
 
-__all__ = ["Metrics"]
-
 MOST_APPS = 256
 LABELS = ("key", "app", "endpoint")
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -14,8 +14,6 @@ from onestem.server.records.metrics import Metrics
 from onestem.server.records.rerendered import RerenderedLog
 from onestem.server.served_model import ServedModel
 
-__all__ = ["Records"]
-
 
 class Records:
     """All records of a server.

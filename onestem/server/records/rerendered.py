@@ -9,8 +9,6 @@ from onestem.request import Request, Rerendered
 from onestem.server.logs import log
 from onestem.server.records.call_record import CallRecord
 
-__all__ = ["RerenderedLog", "kind_of"]
-
 SHOWN = 16  # tokens of a prompt from where it differs
 MOST_TOLD = 1000  # maximum keys and applications that are remembered
 # Markers that models write their reasoning between.
