@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
+import shutil
 from typing import Any, BinaryIO
 
 from onestem.checked import show
+from onestem.files import whole_file
 from onestem.server.errors import ApiError
 from onestem.server.objects.store import Row, Store, now
 from onestem.server.objects.tenants import Tenant
@@ -70,21 +70,12 @@ def check_room(store: Store, owner: str, most_bytes: int, more: int = 0) -> None
 
 
 def _save(source: BinaryIO, store: Store, file_id: str) -> int:
-    path = store.files / file_id
-    draft = path.with_suffix(".draft")
     try:
-        with open(draft, "wb") as target:
-            while chunk := source.read(CHUNK_BYTES):
-                target.write(chunk)
-            target.flush()
-            os.fsync(target.fileno())
-            size = target.tell()
-        os.replace(draft, path)
+        with whole_file(store.files / file_id) as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+            return target.tell()
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise ApiError(507, f"the file cannot be stored: {error.strerror}") from error
-    return size
 
 
 async def find_file(store: Store, tenant: Tenant, file_id: str, param: str = "id") -> Row:
