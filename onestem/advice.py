@@ -25,7 +25,7 @@ from onestem.openai.read import Prompt
 from onestem.planner import JobPlan
 from onestem.planner.fields import best_order, costs_in
 from onestem.rawtext import RawText
-from onestem.scores import num_common
+from onestem.tree import num_common
 
 IntArray = npt.NDArray[np.int64]
 

@@ -36,6 +36,14 @@ def check_regular(
         )
 
 
+def is_file(path: Path) -> bool:
+    """Whether a path is that of a file; False where that cannot be found out."""
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def read_regular(path: Path, error: type[OnestemError]) -> bytes:
     """A regular file's bytes; raises as `check_regular`."""
     check_regular(path, error)

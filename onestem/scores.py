@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from onestem.checked import show
 from onestem.errors import RequestError
 from onestem.rawtext import RawText
+from onestem.tree import num_common
 
 EncodeBatch = Callable[[list[RawText]], list[list[int]]]
 IntArray = NDArray[np.int64]
@@ -343,10 +344,3 @@ def _cut(owners: list[tuple[int, int]], first: int, end: int) -> Iterator[tuple[
     for (row, leaf), stop in zip(owners, until, strict=True):
         if max(row, first) < min(stop, end):
             yield leaf, max(row, first), min(stop, end)
-
-
-def num_common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
-    """Leading tokens that two have in common."""
-    size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size

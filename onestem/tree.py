@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Label(NamedTuple):
@@ -159,7 +160,7 @@ class RadixTree(Generic[N]):
             child = node.children.get((label, int(tokens[at])))
             if child is None:
                 break
-            more = min(common_length(child.tokens, tokens[at:]), child.num_matchable)
+            more = min(num_common(_ids(child.tokens), tokens[at:]), child.num_matchable)
             if more == 0:
                 break
             node, same, at = child, more, at + more
@@ -266,12 +267,12 @@ def cut(stretches: Sequence[Stretch], end: int, start: int = 0) -> Iterator[tupl
             yield max(first, start), min(stop, end), label
 
 
-def common_length(a: array[int], b: np.ndarray) -> int:
-    """How many leading tokens of a node and of others (int32 `[n]`) agree."""
+def num_common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+    """How many leading tokens of two agree."""
     n = min(len(a), len(b))
     if n == 0:
         return 0
-    differ = np.frombuffer(a, dtype=np.int32, count=n) != b[:n]
+    differ = a[:n] != b[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
 
@@ -279,4 +280,9 @@ def common_length(a: array[int], b: np.ndarray) -> int:
 def _common_length(a: Node, i: int, b: Node, j: int) -> int:
     """How many tokens of two nodes agree, from i and j on, as far as others may match them."""
     end = min(b.num_matchable, j + len(a.tokens) - i)
-    return common_length(a.tokens[i:], np.array(b.tokens[j:end], np.int32)) if end > j else 0
+    return num_common(_ids(a.tokens)[i:], _ids(b.tokens)[j:end]) if end > j else 0
+
+
+def _ids(tokens: array[int]) -> NDArray[np.int32]:
+    """A node's tokens, not copied: the array cannot grow while this is held."""
+    return np.frombuffer(tokens, np.int32)

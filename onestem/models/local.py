@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onestem.errors import ConfigError
+from onestem.files import is_file
 from onestem.options import EMBEDDED
 from onestem.shapes import is_shape
 
@@ -103,10 +104,10 @@ def _of_hub() -> Iterator[LocalModel]:
         if snapshot is None:
             continue
         links = (path for path in snapshot.glob("*") if path.is_symlink())
-        lacks = tuple(sorted(path.name for path in links if not _is_file(path)))
+        lacks = tuple(sorted(path.name for path in links if not is_file(path)))
         weights = list(_files(snapshot, "*.safetensors"))
         if any(name.endswith(WEIGHTS) for name in lacks) or (
-            weights and (_is_file(snapshot / "config.json") or "config.json" in lacks)
+            weights and (is_file(snapshot / "config.json") or "config.json" in lacks)
         ):
             size = sum(path.stat().st_size for path in weights)
             name = repository.name.rpartition("--")[2].lower()
@@ -133,7 +134,7 @@ def _of_ollama() -> Iterator[LocalModel]:
         for manifest in sorted(_files(store / "manifests", "**/*")):
             digest = _layer(manifest)
             path = store / "blobs" / digest.replace(":", "-")
-            if digest and _is_file(path):
+            if digest and is_file(path):
                 whole = "/".join(manifest.relative_to(store / "manifests").parts[:-1]).lower()
                 whole = whole.removeprefix("registry.ollama.ai/").removeprefix("library/")
                 tag = "" if manifest.name == "latest" else f":{manifest.name.lower()}"
@@ -162,17 +163,9 @@ def _of_files() -> Iterator[LocalModel]:
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
     """Files below a folder; none where it is not there or may not be read."""
     try:
-        yield from (path for path in folder.glob(pattern) if _is_file(path))
+        yield from (path for path in folder.glob(pattern) if is_file(path))
     except OSError:
         return
-
-
-def _is_file(path: Path) -> bool:
-    """Whether a path is that of a file; False where that cannot be found out."""
-    try:
-        return path.is_file()
-    except OSError:  # such as a link to a name that is too long
-        return False
 
 
 def _of_file(path: Path, kept_by: str, name: str | None = None) -> LocalModel:
@@ -181,7 +174,7 @@ def _of_file(path: Path, kept_by: str, name: str | None = None) -> LocalModel:
         begin, count = path.stem[: split.start()], int(split[1])
         ends = (f"-{i:05}-of-{count:05}{path.suffix}" for i in range(1, count + 1))
         parts = [path.with_name(begin + end) for end in ends]
-    lacks = tuple(part.name for part in parts if not _is_file(part))
+    lacks = tuple(part.name for part in parts if not is_file(part))
     size = sum(part.stat().st_size for part in parts if part.name not in lacks)
     return LocalModel(name, path, kept_by, size, lacks=lacks)
 

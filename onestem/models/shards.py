@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from onestem.errors import ConfigError, WeightsError
-from onestem.files import check_regular
+from onestem.files import check_regular, is_file
 from onestem.models.fields import read_json
 from onestem.models.find import other_format
 from onestem.models.gguf.file import open_gguf
@@ -61,7 +61,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     outside = sorted({str(file) for file in names.values() if not _is_name(file)})
     if outside:
         raise WeightsError(f"{index} names what is no file beside it: {listed(outside)}")
-    absent = sorted(file.name for file in shards if not _is_file(file))
+    absent = sorted(file.name for file in shards if not is_file(file))
     if absent:
         raise WeightsError(f"{index.parent} lacks files that its index names: {listed(absent)}")
     held = {}
@@ -77,13 +77,6 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 
 def _is_name(file: object) -> bool:
     return isinstance(file, str) and file not in ("", "..") and Path(file).name == file
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError:  # a name that no file can have
-        return False
 
 
 def opened(file: Path) -> safe_open:

@@ -20,6 +20,8 @@ from typing import IO, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from onestem.tree import num_common
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -94,7 +96,8 @@ def sort_prompts(prompts: Prompts) -> SortedPrompts:
         ranks = sorted(range(len(keys)), key=keys.__getitem__)
         order[at:end] = requests[ranks]
         ranked = [last, *(keys[rank] for rank in ranks)]
-        shared[at:end] = [_common_tokens(a, b) for a, b in pairwise(ranked)]
+        ids = (np.frombuffer(key, np.int32) for key in ranked)
+        shared[at:end] = [num_common(a, b) for a, b in pairwise(ids)]
         at, last = end, ranked[-1]
     return SortedPrompts(lengths, order, shared)
 
@@ -195,11 +198,3 @@ def _key(prompt: Sequence[int] | npt.NDArray[Any]) -> bytes:
     if isinstance(part, np.ndarray):
         return part.astype(np.int32, copy=False, casting="same_kind").tobytes()
     return array("i", part).tobytes()
-
-
-def _common_tokens(a: bytes, b: bytes) -> int:
-    """Leading tokens in which two keys agree."""
-    count = min(len(a), len(b)) // TOKEN_BYTES
-    differ = np.frombuffer(a, np.int32, count) != np.frombuffer(b, np.int32, count)
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
