@@ -13,8 +13,6 @@ from typing import Any, Literal
 from onestem.openai.forms import AnswerReader, Reading
 from onestem.openai.write import compact_json
 
-__all__ = ["MARK", "Block", "Blocks", "EventForms", "News", "named_event"]
-
 MARK = "\0"
 
 

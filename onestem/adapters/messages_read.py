@@ -16,8 +16,6 @@ from onestem.openai.read import Asked, Prompt, read_body
 from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CallFields, ToolName
 from onestem.request import Text
 
-__all__ = ["CountBody", "MessagesBody", "of_type", "read_count", "read_messages"]
-
 JsonObject = dict[str, Any]
 
 # Claude Code begins its system prompt with a line that differs in each request: behind it, nothing

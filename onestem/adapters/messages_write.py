@@ -14,8 +14,6 @@ from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named
 from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
-__all__ = ["MessageError", "MessageWriter", "Messages", "error_body"]
-
 JsonObject = dict[str, Any]
 
 TYPE_OF_STATUS: Mapping[int, str] = {

@@ -18,8 +18,6 @@ from onestem.openai.read import Asked, read_body
 from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CallFields, ToolName
 from onestem.request import Text
 
-__all__ = ["Conversation", "Recall", "ResponsesBody", "read_responses"]
-
 JsonObject = dict[str, Any]
 _Label = dict[str, Any]
 _None = Annotated[list[Any], Field(max_length=0)]

@@ -10,8 +10,6 @@ from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named
 from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
-__all__ = ["ResponseWriter", "Responses"]
-
 JsonObject = dict[str, Any]
 ID_PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 # Of a text or of reasoning: the type of its part, and of its events.

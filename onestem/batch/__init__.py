@@ -8,7 +8,6 @@ from onestem.batch.interface import (
     EngineDiedError,
     JobInterrupted,
     JobSummary,
-    Planner,
     Progress,
     SpooledPrompts,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "JobInterrupted",
     "JobSummary",
     "OpenEnded",
-    "Planner",
     "Progress",
     "Rules",
     "SpooledPrompts",

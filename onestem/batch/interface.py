@@ -17,18 +17,6 @@ from onestem.planner import JobPlan
 from onestem.planner.sort import IntArray
 from onestem.request import Request, RequestOutput
 
-__all__ = [
-    "DIED_TWICE",
-    "EngineDiedError",
-    "IntArray",
-    "JobInterrupted",
-    "JobSummary",
-    "Planner",
-    "Progress",
-    "Run",
-    "SpooledPrompts",
-]
-
 Stage = Literal["read", "run", "write"]
 
 

@@ -41,7 +41,6 @@ from onestem.batch.inputs import InputSurvey, JobInput
 from onestem.batch.interface import (
     DIED_TWICE,
     EngineDiedError,
-    IntArray,
     JobInterrupted,
     JobSummary,
     Planner,
@@ -64,6 +63,7 @@ from onestem.batch.workplace import JobIdentity, Workplace, file_errors
 from onestem.errors import JobError
 from onestem.openai.forms import Reading
 from onestem.openai.write import NotANumberError, ResponseFormat, answer_body, scores_body
+from onestem.planner.sort import IntArray
 from onestem.request import RequestOutput, is_masked
 
 log = logging.getLogger(__name__)

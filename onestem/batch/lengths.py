@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onestem.batch.interface import IntArray, SpooledPrompts
+from onestem.batch.interface import SpooledPrompts
+from onestem.planner.sort import IntArray
 
 ASSUMED_TOKENS = 256
 """Tokens that are predicted of an answer without `max_tokens`: models end most of their answers

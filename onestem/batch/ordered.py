@@ -13,11 +13,11 @@ from typing import IO
 import numpy as np
 
 from onestem.batch.inputs import JobInput
-from onestem.batch.interface import IntArray
 from onestem.batch.lines import BYTE_ORDER_MARK, open_file
 from onestem.batch.workplace import file_errors, sync_folder
 from onestem.errors import JobError
 from onestem.files import check_apart, check_place, whole_file
+from onestem.planner.sort import IntArray
 
 OPTION = "--write"
 PIECE_BYTES = 1 << 20

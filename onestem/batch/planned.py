@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from onestem.batch.interface import IntArray, Planner, SpooledPrompts
+from onestem.batch.interface import Planner, SpooledPrompts
 from onestem.batch.journal import Journal
 from onestem.batch.spool import Spool
 from onestem.planner import Planned, RunningOrder
+from onestem.planner.sort import IntArray
 
 
 class PlannedLines(Planned):

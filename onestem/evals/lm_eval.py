@@ -27,8 +27,6 @@ from onestem.errors import ConfigError, RequestError
 from onestem.llm import LLM
 from onestem.request import SamplingParams
 
-__all__ = ["OnestemLM"]
-
 # lm-eval's `gen_kwargs` that mean the same here.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # ((context, continuation) as texts, ids of the context, ids of the continuation).

@@ -22,7 +22,6 @@ from onestem.batch import (
 )
 from onestem.batch.first_lines import FirstLines
 from onestem.batch.first_pass import write_spool
-from onestem.batch.interface import IntArray
 from onestem.batch.ordered import OrderedLines
 from onestem.batch.spool import Spool
 from onestem.batch.workplace import Workplace, file_errors
@@ -31,6 +30,7 @@ from onestem.errors import ConfigError
 from onestem.jobs.run import bounded
 from onestem.options import EngineOptions
 from onestem.planner import Group, JobPlan, planner_of
+from onestem.planner.sort import IntArray
 from onestem.pml import Library
 from onestem.report import MODES, DrawnTree, Price, check_page, savings_by_level, write_page
 from onestem.report.tree import first_words

@@ -35,25 +35,6 @@ from onestem.rawtext import RawText, Span
 from onestem.request import MAX_DEPTH, MAX_TOKEN_ID, ONE_TOKEN, SamplingParams, is_deep
 from onestem.scores import Encoder, ScoreTask
 
-__all__ = [
-    "Asked",
-    "ChatTemplate",
-    "Echo",
-    "JsonError",
-    "Prompt",
-    "calls_fields",
-    "is_free",
-    "read_body",
-    "read_chat",
-    "read_conversation",
-    "read_line_body",
-    "read_object",
-    "read_prefix",
-    "read_rerank",
-    "reasoning_fields",
-    "unknown_model",
-]
-
 JsonObject = dict[str, Any]
 
 MAX_SEQUENCES = 4096  # for all prompts of a body together

@@ -31,37 +31,6 @@ from onestem.checked import EXPECTED, Object, check_content, show, without_nulls
 from onestem.errors import RequestError
 from onestem.request import SamplingParams, Text, TokenId
 
-__all__ = [
-    "FIELDS",
-    "MAX_MESSAGES",
-    "MAX_PROMPTS",
-    "MAX_TOOLS",
-    "NEUTRAL",
-    "SAMPLING",
-    "BatchBody",
-    "CallFields",
-    "ChatBody",
-    "ChatFields",
-    "CompletionBody",
-    "CompletionFields",
-    "Conversation",
-    "DetokenizeBody",
-    "ErrorAnswer",
-    "Judged",
-    "Kind",
-    "Message",
-    "Messages",
-    "PrefixBody",
-    "RawTexts",
-    "RerankBody",
-    "SchemaBody",
-    "ScoreBody",
-    "TokenizeBody",
-    "ToolName",
-    "UploadBody",
-    "URL_OF_KIND",
-]
-
 Kind = Literal["chat", "completion", "score"]
 URL_OF_KIND: Mapping[Kind, str] = {
     "chat": "/v1/chat/completions",

@@ -2,7 +2,6 @@
 
 from onestem.planner.deal import Deal
 from onestem.planner.plan import Group, JobPlan, default_order, plan_job, planner_of
-from onestem.planner.report import PlanReport
 from onestem.planner.running import Planned, RunningOrder, planned
 from onestem.planner.sort import Prompts
 
@@ -10,7 +9,6 @@ __all__ = [
     "Deal",
     "Group",
     "JobPlan",
-    "PlanReport",
     "Planned",
     "Prompts",
     "RunningOrder",

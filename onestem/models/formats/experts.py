@@ -11,8 +11,6 @@ from torch import Tensor
 from onestem.models.formats.held import Groups, Weight, dense
 from onestem.ops.experts import E2M1, MX_BLOCK, GroupedWeight
 
-__all__ = ["ExpertWeights", "of_mxfp4"]
-
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from onestem.ops.triton.experts import GroupedExperts
     from onestem.ops.triton.tiled_experts import TiledExperts
 
-__all__ = ["gpu_experts"]
-
 
 def gpu_experts(
     up: ExpertWeights,

@@ -21,19 +21,6 @@ from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.rounding import rounded_rows, row_tops
 from onestem.options import Quantize
 
-__all__ = [
-    "Channels",
-    "Groups",
-    "Levels",
-    "OfGroups",
-    "Weight",
-    "dense",
-    "joined",
-    "of_columns",
-    "ordered",
-    "rounded_weight",
-]
-
 INT4_GROUPS = (128, 64, 32)
 
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -48,18 +48,6 @@ from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows, rounded_rows, row_tops
 from onestem.options import Quantize
 
-__all__ = [
-    "CpuPart",
-    "CpuProduct",
-    "GpuChannels",
-    "GpuGroups",
-    "Target",
-    "kinds_of",
-    "packed_groups",
-    "projection",
-    "takes_groups",
-]
-
 # Maximum rows of Triton's products. Above it float8 goes to cuBLAS, and weights in groups are
 # written out for it: earlier those with minimums or scales in two levels, which cost more.
 FLOAT8_ROWS, GROUPS_ROWS, MINIMUMS_ROWS = 32, 256, 128

@@ -21,15 +21,6 @@ from onestem.models.cuts import Cut, covering
 from onestem.models.formats.held import Channels, Groups, Weight, of_columns
 from onestem.models.quantization import Scheme
 
-__all__ = [
-    "SCALED_BY",
-    "Expected",
-    "main_tensor",
-    "stored_tensors",
-    "stored_weight",
-    "wrong_values",
-]
-
 # Dtypes of tensors that are not quantised, by safetensors' names.
 FLOATS = ("BF16", "F16", "F32", "F64")
 SCALES = (*FLOATS, "F8_E8M0")

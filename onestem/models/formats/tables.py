@@ -9,8 +9,6 @@ from onestem.models.formats.products import CpuProduct, Target, packed_groups
 from onestem.models.linear import Head, Layout, LogitsMemory
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
 
-__all__ = ["PackedHead", "PackedTable", "rounded_head", "takes_rounded_head"]
-
 
 class PackedTable:
     """A table `[rows, width]` that stays in groups; rows that are looked up are de-quantised.
