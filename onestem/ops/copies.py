@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["on_device"]
-
 
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """The values on a device, without waiting for a GPU; on a CPU, the same memory."""

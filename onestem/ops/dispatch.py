@@ -21,16 +21,6 @@ from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
 from onestem.ops.torch_impl import TorchAttention
 
-__all__ = [
-    "AttentionImpl",
-    "PreparedAttention",
-    "attention",
-    "available",
-    "resolve",
-    "resolve_layers",
-    "resolve_sampling",
-]
-
 
 class PreparedAttention(Protocol):
     """A plan made ready for one device; serves all layers of a step."""

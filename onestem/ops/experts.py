@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["E2M1", "MAX_POWER", "MX_BLOCK", "GroupedWeight"]
-
 # Values that share a scale in mxfp4 (OCP Microscaling Formats 1.0, section 5.2).
 MX_BLOCK = 32
 

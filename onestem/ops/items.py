@@ -15,8 +15,6 @@ import numpy as np
 
 from onestem.ops.plan import AttentionPlan
 
-__all__ = ["CostModel", "Item", "SharedItem", "WalkItem", "make_items"]
-
 Stretch = tuple[int, int, int]  # run, first token, end token
 
 

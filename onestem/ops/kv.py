@@ -8,8 +8,6 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 
-__all__ = ["allocate_pages", "laid_out", "page_strides", "read_kv", "slot_index", "write_kv"]
-
 
 def allocate_pages(
     num_pages: int,

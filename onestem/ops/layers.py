@@ -13,15 +13,6 @@ from onestem.errors import ConfigError
 from onestem.ops.kv import write_kv
 from onestem.ops.rounding import RoundedRows, rounded_rows
 
-__all__ = [
-    "Angles",
-    "Heads",
-    "LayerOps",
-    "add_layer_norm",
-    "check_halves",
-    "rotated",
-]
-
 
 class Angles(NamedTuple):
     """Rotary angles of a step's rows: cosines and sines, float32 `[num_rows, head_dim / 2]`."""

@@ -20,8 +20,6 @@ import numpy as np
 
 from onestem.errors import ConfigError
 
-__all__ = ["RUN_FIELDS", "SPAN_FIELDS", "AttentionPlan", "PlanBuilder", "windowed"]
-
 # Columns of `AttentionPlan.runs` and `AttentionPlan.spans`.
 RUN_FIELDS = ("page_start", "offset", "len", "position")
 SPAN_FIELDS = ("row", "rows", "run", "first", "end", "step")

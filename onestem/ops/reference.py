@@ -13,8 +13,6 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State, empty_state
 
-__all__ = ["ReferenceAttention"]
-
 
 @dataclass(frozen=True)
 class ReferenceAttention:

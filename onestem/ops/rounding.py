@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "RoundRows", "RoundedRows", "Rows", "row_tops", "rounded_rows"]
-
 # The largest code of each type.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 
-__all__ = ["PLAIN", "Scores"]
-
 
 @dataclass(frozen=True, eq=False)
 class Scores:

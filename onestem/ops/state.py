@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["State", "empty_state", "merge_into"]
-
 
 class State(NamedTuple):
     """Attention of rows over some keys.

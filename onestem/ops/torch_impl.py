@@ -18,8 +18,6 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State, empty_state, merge_into
 
-__all__ = ["TorchAttention"]
-
 
 @dataclass(frozen=True)
 class TorchAttention:

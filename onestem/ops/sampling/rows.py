@@ -11,15 +11,6 @@ from torch import Tensor
 
 from onestem.ops.copies import on_device
 
-__all__ = [
-    "IDLE",
-    "ROW",
-    "STATUS_MASKED",
-    "STATUS_NOT_FINITE",
-    "STATUS_OK",
-    "RowTable",
-]
-
 # Status of a draw, besides its token.
 STATUS_OK, STATUS_NOT_FINITE, STATUS_MASKED = 0, 1, 2
 

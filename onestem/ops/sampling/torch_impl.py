@@ -13,8 +13,6 @@ from torch import Tensor
 from onestem.ops.copies import on_device
 from onestem.ops.sampling.rows import STATUS_MASKED, STATUS_NOT_FINITE, RowTable
 
-__all__ = ["WEIGHT_BITS", "Drawn", "Penalties", "Sampling", "processed"]
-
 WEIGHT_BITS = 30  # for top-p, probabilities are counted in units of 2^-30 of the highest
 
 _ELEMENTS = 1 << 21  # of a piece of rows times the vocabulary, in int64 and float64

@@ -20,8 +20,6 @@ from onestem.ops.triton.config import KernelConfig
 from onestem.ops.triton.launch import Kernels, States
 from onestem.ops.work.lists import KeptChoice
 
-__all__ = ["PreparedTriton", "TritonAttention"]
-
 LINE_BYTES = 128  # read from a GPU's memory at a time
 
 

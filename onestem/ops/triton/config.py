@@ -19,8 +19,6 @@ import torch
 
 from onestem.ops.work import CostModel, Tile
 
-__all__ = ["KernelConfig", "config_file", "default_config", "load_config", "memory_ns"]
-
 DIRECTORY = Path(__file__).parent / "configs"
 MERGED_HEADS = 4  # of the default configurations; with fewer, a state costs no less
 

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["dependent_launch", "wait_for_launch"]
-
 
 @triton.jit
 def wait_for_launch(DEPENDENT: tl.constexpr):

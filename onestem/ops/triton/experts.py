@@ -27,18 +27,6 @@ from onestem.ops.experts import GroupedWeight
 from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.tiled import Tiles
 
-__all__ = [
-    "GroupedExperts",
-    "bias_of",
-    "choose_tiles",
-    "constants",
-    "expert_tile",
-    "gated",
-    "route",
-    "sort_rows",
-    "tile_grid",
-]
-
 _SORT_BLOCK = 4096
 
 

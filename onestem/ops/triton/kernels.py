@@ -21,8 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onestem.ops.triton.words import LN_2, LOG2_E, W
 
-__all__ = ["attend_kernel", "merge_kernel"]
-
 
 class _Inputs(NamedTuple):
     """The tensors of a launch but its list, and how scores change."""

@@ -21,8 +21,6 @@ from onestem.ops.triton.words import Form, HopperForm
 from onestem.ops.work import CostModel, WorkList, make_work
 from onestem.ops.work.lists import KeptChoice
 
-__all__ = ["Kernels", "States", "takes_heads", "takes_hopper"]
-
 MERGING = 32  # programs of one warp that a multiprocessor holds
 MAX_HEAD_DIM, MAX_HOPPER_HEAD_DIM = 512, 256
 MAX_GROUP = 128  # query heads of a KV head: a row's are in one tile

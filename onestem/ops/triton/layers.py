@@ -15,8 +15,6 @@ from onestem.ops.rounding import LARGEST, RoundedRows
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
 
-__all__ = ["TritonLayers", "gate_value"]
-
 # Heads that one program rotates: few, so that a single row still uses several multiprocessors.
 _HEADS_PER_PROGRAM = 8
 _GATE_BLOCK = 1024

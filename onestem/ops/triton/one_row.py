@@ -32,8 +32,6 @@ from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.tiled import Packing
 from onestem.ops.triton.versions import barrier, viewed
 
-__all__ = ["one_row_product"]
-
 WARPS = 8  # of a program
 
 

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["PeerMemory"]
-
 _BLOCK = 2048
 _PROGRAMS = tl.constexpr(128)  # a GPU runs all of them at once, or one would wait for ever
 _ALIGN = 256

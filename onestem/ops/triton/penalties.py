@@ -14,8 +14,6 @@ from onestem.ops.sampling import Penalties
 from onestem.ops.sampling.rows import RowTable
 from onestem.ops.triton.words import ROW_WORDS, R
 
-__all__ = ["TritonPenalties"]
-
 _Ids = NDArray[np.int64]
 
 _BLOCK = 1024

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from onestem.ops.rounding import LARGEST, RoundedRows
 
-__all__ = ["empty_rows", "round_codes", "rounded_rows"]
-
 # Adding and subtracting it rounds a float32 to the nearest integer, halves to even.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
 

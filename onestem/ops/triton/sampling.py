@@ -25,8 +25,6 @@ from onestem.ops.sampling.torch_impl import WEIGHT_BITS
 from onestem.ops.triton.penalties import TritonPenalties
 from onestem.ops.triton.words import ROW_WORDS, R
 
-__all__ = ["MOST_LEADING", "TritonSampling"]
-
 MOST_LEADING = 256  # a larger top-k is found by bisection
 
 # Tuned on an H200 (`onestem_lab.sampling`): approximate programs over all rows. Then tokens that a

@@ -23,22 +23,6 @@ from torch import Tensor
 
 from onestem.ops.rounding import RoundedRows
 
-__all__ = [
-    "Packing",
-    "TiledChannels",
-    "Tiles",
-    "counters_of",
-    "divided",
-    "fitting",
-    "in_blocks",
-    "in_words",
-    "multiply",
-    "num_sms",
-    "store_tile",
-    "sum_parts",
-    "tile_of",
-]
-
 
 @dataclass(frozen=True)
 class Tiles:

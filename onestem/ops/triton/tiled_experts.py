@@ -31,8 +31,6 @@ from onestem.ops.triton.experts import (
 from onestem.ops.triton.tiled import Packing, Tiles, fitting, in_blocks, in_words
 from onestem.ops.triton.tiled_groups import Numbers, TiledGroups, sums_of
 
-__all__ = ["Coded", "TiledExperts"]
-
 _ROWS = tl.constexpr(64)  # adjacent rows of a weight
 _PLANE = tl.constexpr(MX_BLOCK)  # columns of mxfp4 that share a scale and a place in words
 _EIGHT = 8  # rows of gate, and after them of up

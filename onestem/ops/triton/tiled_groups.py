@@ -38,8 +38,6 @@ from onestem.ops.triton.tiled import (
     tile_of,
 )
 
-__all__ = ["Numbers", "TiledGroups", "sums_of"]
-
 # Rows of a weight whose codes of a chunk are adjacent.
 _ROWS = tl.constexpr(64)
 

@@ -7,8 +7,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["barrier", "copy_box", "viewed"]
-
 # Begins to copy to shared memory by the copy engine: (descriptor, coordinates, barrier, memory).
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # Of all threads of a program.

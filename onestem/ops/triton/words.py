@@ -16,8 +16,6 @@ import triton.language as tl
 from onestem.ops.sampling.rows import ROW
 from onestem.ops.work import lists
 
-__all__ = ["LN_2", "LOG2_E", "Form", "HopperForm", "R", "ROW_WORDS", "W"]
-
 
 class _Names(tl.constexpr):
     """Constants by their names. Compilers look into the value. It is a constant itself since a

@@ -15,8 +15,6 @@ from onestem.ops.triton.launch import Kernels, States
 from onestem.ops.work import WorkList
 from onestem.ops.work.lists import AT_RECORDS, RECORD, KeptChoice
 
-__all__ = ["Workspace"]
-
 
 @dataclass(eq=False)
 class _Host:

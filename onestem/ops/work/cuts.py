@@ -11,8 +11,6 @@ from onestem.ops.work.deal import dealt, late_hands
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks
 
-__all__ = ["Segments", "cuts_of", "item_times", "segments_of", "tile_columns"]
-
 
 @dataclass(frozen=True, eq=False)
 class Segments:

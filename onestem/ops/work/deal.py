@@ -9,9 +9,6 @@ import numpy as np
 
 from onestem.ops.work.model import CostModel
 
-__all__ = ["Deal", "dealt", "hands_in_rows", "late_hands"]
-
-
 ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
 MOST_HANDS, LONG = 0.7, 0.35  # of the hands; of the others' time (`hands_in_rows`)
 

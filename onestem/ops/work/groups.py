@@ -17,8 +17,6 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.work.arrays import argsort
 from onestem.ops.work.model import CostModel
 
-__all__ = ["Groups", "Pairs", "shared_groups"]
-
 
 @dataclass(frozen=True, eq=False)
 class Pairs:

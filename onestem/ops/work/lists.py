@@ -16,21 +16,6 @@ from onestem.ops.work.groups import Groups, Pairs, shared_groups
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks, blocks_of, pairs_of, units_of
 
-__all__ = [
-    "Choice",
-    "Draft",
-    "ENTRY",
-    "HEADER",
-    "KeptChoice",
-    "QUEUE",
-    "QUEUED",
-    "RECORD",
-    "ListTooLong",
-    "WorkList",
-    "draft_of",
-    "make_work",
-]
-
 HEADER = 16  # words before the records
 QUEUED = 16  # words of a queue
 RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["CostModel", "Tile"]
-
 
 @dataclass(frozen=True)
 class Tile:

@@ -16,8 +16,6 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.groups import Groups, Pairs
 
-__all__ = ["Blocks", "Units", "blocks_of", "pairs_of", "units_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Units:
