@@ -9,9 +9,6 @@ from typing import Protocol
 from onestem.cache.pages import PagePool
 from onestem.cache.run import Run
 
-__all__ = ["IdleRuns", "Keeper"]
-
-
 SWEEP = 256  # heap entries from which stale ones are removed
 MEMORY = 2.0  # turnovers after which an observation counts half
 

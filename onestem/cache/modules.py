@@ -16,8 +16,6 @@ from onestem.cache.pages import PagePool
 from onestem.cache.run import Run
 from onestem.tree import Label
 
-__all__ = ["ModuleRun", "ModuleStore"]
-
 
 class ModuleRun(Run):
     """Tokens of a module at consecutive positions.

@@ -8,8 +8,6 @@ import numpy as np
 
 from onestem.errors import CacheError
 
-__all__ = ["PagePool"]
-
 LOOKED_THROUGH = 4096  # pages, before more
 
 

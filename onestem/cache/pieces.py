@@ -19,17 +19,6 @@ import numpy as np
 
 from onestem.tree import Label, Stretch, cut
 
-__all__ = [
-    "PIECE_TOKENS",
-    "Chain",
-    "Found",
-    "Piece",
-    "PieceIndex",
-    "piece_ends",
-    "piece_start",
-    "storable",
-]
-
 PIECE_TOKENS = 512
 """Most tokens of a piece; one ends at each multiple."""
 

@@ -20,8 +20,6 @@ from onestem.models.gguf.values import values_of
 from onestem.models.names import Role, listed
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 
-__all__ = ["GgufTensor", "by_halves", "gguf_tensors"]
-
 # Tensors that are fields of the model, and read with them.
 _FIELDS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 

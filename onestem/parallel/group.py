@@ -18,8 +18,6 @@ from onestem.parallel.mapped import MappedMemory
 if TYPE_CHECKING:
     from onestem.ops.triton.peers import PeerMemory
 
-__all__ = ["join", "meeting_place"]
-
 log = logging.getLogger(__name__)
 
 # All ranks are up when they join: only one that dies in that moment is waited for.

@@ -9,8 +9,6 @@ from ctypes import byref, c_char, c_size_t, c_uint, c_ulonglong
 
 import torch
 
-__all__ = ["MappedMemory"]
-
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 

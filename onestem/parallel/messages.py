@@ -20,8 +20,6 @@ from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.ops import AttentionPlan, windowed
 from onestem.ops.plan import RUN_FIELDS, SPAN_FIELDS
 
-__all__ = ["CallMessage", "Reader", "StepMessage", "advance", "call", "whole"]
-
 # Tokens that are on the device (-1: no step, but a call), page size (0: an advance), and the
 # lengths of the arrays, in their order.
 HEAD = struct.Struct("=11q")

@@ -23,8 +23,6 @@ from onestem.models.gguf.header import List
 from onestem.models.names import Role
 from onestem.models.quantization import SMALL_MODEL
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "config_fields"]
-
 log = logging.getLogger(__name__)
 
 MOST_FACTORS = 1 << 16  # of RoPE

@@ -18,8 +18,6 @@ from onestem.models.gguf.file import BLOCKS, RawTensor
 from onestem.models.gguf.values import DAMAGED, in_pieces
 from onestem.ops.experts import E2M1
 
-__all__ = ["empty_groups", "groups_of", "groups_of_blocks"]
-
 Bytes = np.ndarray  # uint8
 
 

@@ -16,8 +16,6 @@ from onestem.errors import UnsupportedError, WeightsError
 from onestem.models.gguf.header import MAGIC, Header, read_header
 from onestem.models.names import listed
 
-__all__ = ["BLOCKS", "PLAIN", "TYPES", "GgufFile", "RawTensor", "is_gguf", "open_gguf"]
-
 # Types of numbers, and of blocks: those of nearly all files. Of blocks: bits of a code in memory,
 # where five and six become eight, and columns that share a scale.
 PLAIN = ("F32", "F16", "BF16")

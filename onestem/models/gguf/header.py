@@ -22,8 +22,6 @@ import numpy as np
 from onestem.errors import WeightsError
 from onestem.files import check_regular
 
-__all__ = ["MAGIC", "Entry", "Header", "List", "read_header"]
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 

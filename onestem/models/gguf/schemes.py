@@ -11,8 +11,6 @@ from onestem.models.gguf.file import BLOCKS, open_gguf
 from onestem.models.names import TensorNames
 from onestem.models.quantization import Quantization, Scheme
 
-__all__ = ["blocks_of"]
-
 
 def blocks_of(path: Path, names: TensorNames) -> Quantization | None:
     """The types of a file's blocks, by modules of the decoder; None: no module has any.

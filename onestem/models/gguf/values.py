@@ -13,8 +13,6 @@ from onestem.errors import WeightsError
 from onestem.models.gguf.file import RawTensor
 from onestem.threads import usable_cores
 
-__all__ = ["DAMAGED", "in_pieces", "values_of"]
-
 DAMAGED = "the file is damaged, get it again"
 
 CHUNK = 1 << 20  # numbers that a thread turns at a time

@@ -24,8 +24,6 @@ from onestem.ops.layers import Angles, Heads
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.scores import PLAIN, Scores
 
-__all__ = ["find_fault"]
-
 TRUSTED = "portable"
 KV_HEADS, GROUP, PAGE_SIZE = 2, 3, 16
 

@@ -19,8 +19,6 @@ import torch
 
 from onestem.errors import UnsupportedError
 
-__all__ = ["DTYPES", "chosen_isa", "fault_of", "is_built", "isas", "native", "status"]
-
 # The module's numbers for the dtypes of q, k and v.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -12,8 +12,6 @@ from onestem.ops.cpu.extension import DTYPES, checked_isa, native
 from onestem.ops.kv import page_strides
 from onestem.ops.layers import Angles, Heads, LayerOps, check_halves
 
-__all__ = ["CpuLayers"]
-
 
 @dataclass(frozen=True)
 class CpuLayers(LayerOps):

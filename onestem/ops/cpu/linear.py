@@ -13,8 +13,6 @@ from torch import Tensor
 from onestem.errors import ConfigError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, native
 
-__all__ = ["CpuCodes", "Numbers", "TwoLevels"]
-
 BLOCK, PAIR = 16, 32  # outputs
 CHUNK = {8: 64, 4: 128}  # inputs
 

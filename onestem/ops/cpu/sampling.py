@@ -11,8 +11,6 @@ from onestem.errors import ConfigError
 from onestem.ops.cpu.extension import chosen_isa, native
 from onestem.ops.sampling import Drawn, RowTable, Sampling
 
-__all__ = ["CpuSampling"]
-
 
 @dataclass(frozen=True)
 class CpuSampling(Sampling):
