@@ -101,7 +101,6 @@ def write_spool(
     on_chunk: Callable[[int], object],
     first_lines: FirstLines,
     chunk_lines: int = CHUNK_LINES,
-    parse_special: bool | None = None,
 ) -> tuple[str, dict[str, int]]:
     """Do the first pass.
 
@@ -109,7 +108,6 @@ def write_spool(
         on_chunk: called before and after each chunk with the number of bytes read.
         first_lines: sees all lines; it may refuse the job.
         chunk_lines: at most, of a chunk.
-        parse_special: of lines that do not say it; None: as `JobInput` has it.
 
     Returns:
         The input's sha256 as read now, and the spool's facts (`spool_facts`).
@@ -121,7 +119,7 @@ def write_spool(
         open(place.lines, "wb") as table,
     ):
         writer = _Writer(ids, requests, table, rules.max_model_len)
-        first_pass = _FirstPass(job, rules, parse_special)
+        first_pass = _FirstPass(job, rules, source.parse_special)
         on_chunk(0)
         for chunk in _chunks(source.read(seen), chunk_lines):
             lines = first_pass.read(chunk)

@@ -63,9 +63,7 @@ class JobInput:
             with data_errors(self.path):
                 expected_columns(str(self.path), self.recipe, self._rows.columns)
         self.parse_special = options.parse_special
-        # Where this is missing, an earlier version began the job: it quoted all texts.
-        said = {"parse_special": self.parse_special}
-        self.identity = options.model_dump(exclude_none=True) | said
+        self.identity = options.model_dump(exclude_none=True)
 
     @property
     def num_bytes(self) -> int:

@@ -247,7 +247,6 @@ class _Job:
                 on_chunk=self._tell_read,
                 chunk_lines=self.chunk_lines,
                 first_lines=self.first_lines,
-                parse_special=self.identity.options["parse_special"],
             )
             if sha256 != self.identity.input_sha256:
                 raise JobError(

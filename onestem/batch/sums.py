@@ -3,8 +3,7 @@ found, though the result file has no place for one.
 
 A record has 8 bytes: the line's index and the CRC-32 of its answer. It is written before the
 answer. A process that is killed in between leaves a record without an answer, so an index may have
-several, and one of them has to fit. An answer without any is taken as it is: an earlier version of
-the program wrote it, or this file is lost.
+several, and one of them has to fit. An answer without any is taken as it is: this file was lost.
 """
 
 from __future__ import annotations

@@ -181,7 +181,6 @@ def _write_spool(
         rules,
         on_chunk=tell_read,
         first_lines=first_lines,
-        parse_special=source.parse_special,
     )
     return target, tokenizer, most
 

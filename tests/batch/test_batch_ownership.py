@@ -103,7 +103,7 @@ def test_another_job_on_unfinished_work_is_refused(tmp_path, source, changes, wo
     assert run_fake(source, output).resumed > 0
 
 
-BEGUN = {"dtype": "float32", "seed": 5, "max_model_len": 500}  # as an earlier version settled them
+BEGUN = {"dtype": "float32", "seed": 5, "max_model_len": 500}
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 5}, {"max_model_len": 64}])
@@ -131,7 +131,6 @@ def test_a_job_killed_before_it_is_cleared_away_is_complete_under_another_name(t
 
 
 def test_a_complete_job_that_was_given_what_is_settled_now(tmp_path, source):
-    """So had all jobs of an earlier version."""
     output = tmp_path / "out.jsonl"
     run_fake(source, output, options={"dtype": "float32", "max_model_len": 500})
     now = {"options": {"dtype": "float32"}, "max_model_len": 500}
