@@ -9,7 +9,6 @@ part of each head, and attention and MLP side by side.
 
 from __future__ import annotations
 
-import struct
 from typing import Literal
 
 from onestem.models.description import Alibi, Description, Learned, Rotary
@@ -190,18 +189,12 @@ def _falcon_block(fields: Fields) -> Block:
 def _falcon_positions(fields: Fields, head_dim: int, max_positions: int) -> Rotary | Alibi:
     if not fields.boolean("alibi", False):
         return rotary(fields, head_dim, max_positions)
-    slopes = Alibi.of_heads(fields.positive("num_attention_heads")).slopes
+    import torch
+
+    slopes = torch.tensor(Alibi.of_heads(fields.positive("num_attention_heads")).slopes)
     # Falcon scales scores and biases together. Its slopes are bfloat16 numbers; their products with
     # positions, which its own code rounds to bfloat16 too, are kept exact here.
-    return Alibi(tuple(_bfloat16(slope) / head_dim**0.5 for slope in slopes))
-
-
-def _bfloat16(value: float) -> float:
-    """Rounded to bfloat16, ties to even."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    bits += 0x7FFF + (bits >> 16 & 1)
-    (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
-    return float(rounded)
+    return Alibi(tuple(slope / head_dim**0.5 for slope in slopes.bfloat16().tolist()))
 
 
 def read_phi(fields: Fields, architecture: str) -> Description:
