@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onestem import beside_vllm
 from onestem.checked import show
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, first_line
 from onestem.models.gguf.file import is_gguf
 from onestem.models.local import find_local
 from onestem.native import native
@@ -78,9 +78,9 @@ def find_model(model: str | os.PathLike[str]) -> Path:
                 )
             )
     except Exception as error:  # many kinds: offline, unknown name, no access
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
+            f"model {name!r} is no directory and could not be fetched from the hub: "
+            f"{first_line(error)}"
         ) from error
     if not (fetched / "config.json").exists():
         raise ConfigError(
