@@ -28,9 +28,9 @@ from onestem.errors import ConfigError
 
 __all__ = ["DiskStore", "HostStore"]
 
-FORMAT = "onestem kv 3"
-BLOCK = 4096  # bytes that are summed for a checksum
-READ_AT_ONCE = 1 << 20  # bytes, which a core's cache still has when they are summed
+FORMAT = "onestem kv 4"
+PLACES = 509  # words of a checksum: a prime, since files and disks are damaged by pages
+ROWS_AT_ONCE = 1024  # that are read, then summed: with fewer, many readers wait for the interpreter
 MOST_HEADER = 1 << 16  # bytes
 WRITERS = 4  # stores that may fill what one of them has seen free
 FREED = 32  # a full folder gets so much of its budget free again: a part
@@ -244,21 +244,16 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 def _checksum(tensor: Tensor, fill: Callable[[np.ndarray], object] = lambda data: None) -> str:
-    """CRC-32 of the sums of all words by 4 KiB and by their place in these: as fast as memory is
-    read. Any flipped bit changes both. `fill` is called with each `READ_AT_ONCE` bytes before they
-    are summed."""
+    """CRC-32 of the sums of all words by their place in rows of `PLACES`: as fast as memory is
+    read. Any flipped bit changes one; so do words that change places, unless whole rows apart.
+    `fill` is called with each `ROWS_AT_ONCE` rows before they are summed."""
     data = _bytes(tensor)
-    whole = len(data) // BLOCK * BLOCK
-    by_block = np.empty(whole // BLOCK, np.uint64)
-    by_place = np.zeros(BLOCK // 8, np.uint64)
-    for first in range(0, whole, READ_AT_ONCE):
-        part = data[first : min(first + READ_AT_ONCE, whole)]
+    row = 8 * PLACES
+    whole = len(data) // row * row
+    sums = np.zeros(PLACES, np.uint64)
+    for first in range(0, whole, ROWS_AT_ONCE * row):
+        part = data[first : min(first + ROWS_AT_ONCE * row, whole)]
         fill(part)
-        words = part.view(np.uint64).reshape(-1, BLOCK // 8)
-        words.sum(1, out=by_block[first // BLOCK :][: len(words)])
-        by_place += words.sum(0)
+        sums += part.view(np.uint64).reshape(-1, PLACES).sum(0)
     fill(data[whole:])
-    found = zlib.crc32(data[whole:].data)
-    for sums in (by_place, by_block):
-        found = zlib.crc32(sums.data, found)
-    return f"{found:08x}"
+    return f"{zlib.crc32(sums.data, zlib.crc32(data[whole:].data)):08x}"

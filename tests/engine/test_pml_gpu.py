@@ -67,16 +67,17 @@ def test_from_scattered_pages(tiny):
 def test_from_the_disk_where_that_pays(tiny, tmp_path, monkeypatch):
     want = tokens(engine_on("cpu", tiny("llama"), impl="torch"), "anchored")
     first = engine_on("cuda", tiny("llama"))
-    first.keep_modules(host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
+    first.keep_below("model", host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
     assert tokens(first, "anchored") == want
     assert first.tiers is not None
-    first.tiers.flush()
+    first.tiers.stores.flush()
     for row_seconds, used in ((1e-12, False), (1e3, True)):
         engine = engine_on("cuda", tiny("llama"))
         engine.keep_below("model", host=None, disk=DiskStore(tmp_path, 1 << 26, "m"))
         assert engine.tiers is not None
-        monkeypatch.setattr(engine.tiers, "note_step", lambda *_: None)
-        engine.tiers.row_seconds = row_seconds
-        engine.tiers.bytes_per_second = 1e9
+        rates = engine.tiers.stores.rates
+        monkeypatch.setattr(rates, "note_step", lambda *_: None)
+        rates.row_seconds = row_seconds
+        rates.note_read(10**9, 1.0, 1)
         assert tokens(engine, "anchored") == want
         assert (engine.tiers.stats.from_disk_tokens > 0) is used

@@ -196,16 +196,23 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
     modules.prefetch([("", module.key, count)])
     both.close(60)  # waits for the threads
-    assert tiers.rates.bytes_per_second is not None
+    rate, tiers.rates.num_readers = tiers.rates.reader(1), 4
     assert not tiers.reading
     assert not modules.has(run_of_it)
     assert not tiers.disk_pays(name, count)  # that of computing is not known
-    seconds = tiers.bytes_per_token / tiers.rates.bytes_per_second
-    tiers.rates.note_step(100, 300 * seconds)
+    seconds = tiers.bytes_per_token / rate
+    tiers.rates.note_step(5000, 15_000 * seconds)
     assert tiers.disk_pays(name, count)
-    tiers.rates.note_step(100, 50 * seconds)
+    tiers.rates.note_step(5000, 3000 * seconds)
     tiers.rates.note_step(1, 1.0)  # a small step says nothing about a large one
     assert not tiers.disk_pays(name, count)
+    assert tiers.disk_pays(name, count, 4)  # at once: each as fast, until that is measured
+    tiers.rates.note_read(1000, 4 * 1000 / rate, 4)
+    assert not tiers.disk_pays(name, count, 4)
+    tiers.rates.note_step(2500, 0.0)  # what ended late is counted with what came before
+    tiers.rates.note_step(2500, 15_000 * seconds)
+    assert not tiers.disk_pays(name, count)
+    assert tiers.rates.row_seconds == pytest.approx(0.6 * seconds / 0.95)
 
 
 def test_salts_have_files_of_their_own(tiny, tmp_path):

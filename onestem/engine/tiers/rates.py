@@ -1,10 +1,15 @@
-"""Whether reading keys and values beats computing them, by what both took so far."""
+"""Whether reading keys and values beats computing them, by what both took of late."""
 
 from __future__ import annotations
 
+import time
+
 __all__ = ["CopyRates"]
 
-FADING = 0.95
+LARGE_STEP = 256  # rows of prompts; steps with fewer wait for the weights
+MEASURED_ROWS = 4096  # at once: a step that is noticed late makes the one after it look short
+FADING = 0.95  # of the best rate of computing, with each that is measured
+READ_SECONDS = 10.0  # after which a reader's rate may be another
 
 
 class CopyRates:
@@ -14,32 +19,49 @@ class CopyRates:
         num_readers: threads that read.
 
     Attributes:
-        bytes_per_second: of a reader, with checksums, at best of late; None: not measured.
         row_seconds: of computing a token; None: not measured.
     """
 
     def __init__(self, num_readers: int) -> None:
         self.num_readers = num_readers
-        self.bytes_per_second: float | None = None
         self.row_seconds: float | None = None
+        self._rows, self._seconds = 0, 0.0
+        self._readers: dict[int, tuple[float, float]] = {}  # by how many: bytes a second, and when
 
-    def note_read(self, num_bytes: int, seconds: float) -> None:
-        """Note how long a reader took. One beside others is slower, and all of them together are
-        not: so the best counts, and fades with each that is slower."""
-        rate = num_bytes / seconds
-        self.bytes_per_second = max(rate, FADING * (self.bytes_per_second or rate))
+    def note_read(self, num_bytes: int, seconds: float, beside: int) -> None:
+        """Note how long one of `beside` readers took, with the checksum."""
+        self._readers[self._kind(beside)] = num_bytes / seconds, time.monotonic()
+
+    def reader(self, beside: int) -> float | None:
+        """Bytes a second of each of so many readers: as measured of late, else of fewer, which may
+        be faster: then it is measured. None: not known."""
+        kind, now = self._kind(beside), time.monotonic()
+        known = {one: rate for one, (rate, _) in list(self._readers.items())}
+        late = {one for one, (_, at) in list(self._readers.items()) if now < at + READ_SECONDS}
+        fewer = [one for one in known if one < kind]
+        if kind in known and (kind in late or not fewer):
+            return known[kind]
+        return known[max(fewer)] if fewer else known[min(known)] if known else None
+
+    def _kind(self, beside: int) -> int:
+        return min(beside, self.num_readers).bit_length()
 
     def note_step(self, prompt_rows: int, seconds: float) -> None:
-        """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate counts:
-        small steps wait for the weights, and what is copied would be computed in large ones."""
-        if prompt_rows > 0:
-            row = seconds / prompt_rows
-            self.row_seconds = min(row, self.row_seconds or row)
+        """Note that a step with `prompt_rows` rows of prompts took `seconds`. The best rate of late
+        counts: what is copied would be computed in large steps."""
+        if prompt_rows < LARGE_STEP:
+            return
+        self._rows += prompt_rows
+        self._seconds += seconds
+        if self._rows >= MEASURED_ROWS:
+            row = self._seconds / self._rows
+            self.row_seconds = min(row, (self.row_seconds or row) / FADING)
+            self._rows, self._seconds = 0, 0.0
 
     def reading_pays(self, token_bytes: int, beside: int) -> bool:
         """Whether reading a token's bytes takes less than computing it, if `beside` pieces are read
         at once. False where one of the rates is not known."""
-        if self.bytes_per_second is None or self.row_seconds is None:
+        rate = self.reader(beside)
+        if rate is None or self.row_seconds is None:
             return False
-        rate = self.bytes_per_second * min(beside, self.num_readers)
-        return token_bytes / rate < self.row_seconds
+        return token_bytes / (rate * min(beside, self.num_readers)) < self.row_seconds

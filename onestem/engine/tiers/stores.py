@@ -69,9 +69,9 @@ class TierStores:
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
         self._writing: dict[str, tuple[Future[None], int]] = {}  # and bytes
         self.until = float("inf")
+        self._now_read: set[str] = set()
         self._damaged: set[str] = set()
-        self._probe: Future[Tensor | None] | None = None
-        self._probed = float("-inf")
+        self._probe: tuple[float, Future[Tensor | None] | None] = float("-inf"), None
         self._listed = float("-inf")
         self._fresh: set[str] = set()  # read, and not taken yet
 
@@ -101,10 +101,10 @@ class TierStores:
         once."""
         if not self.copies.is_aside or self.rates.reading_pays(self.bytes_per_token, beside):
             return True
-        is_free = self._probe is None or self._probe.done()
-        if is_free and time.monotonic() > self._probed + PROBED_SECONDS:
-            self._probed = time.monotonic()
-            self._probe = self._readers.submit(self._timed_read, name, num_tokens)
+        at, probe = self._probe
+        if time.monotonic() > at + PROBED_SECONDS and (probe is None or probe.done()):
+            probe = self._readers.submit(self._timed_read, name, num_tokens)
+            self._probe = time.monotonic(), probe
         return False
 
     def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
@@ -142,12 +142,18 @@ class TierStores:
             return None
         kv = self.copies.host_rows(num_tokens)
         started = time.perf_counter()
-        if not disk.read(name, kv):
-            return None
+        self._now_read.add(name)
+        beside = len(self._now_read)
+        try:
+            if not disk.read(name, kv):
+                return None
+        finally:
+            beside = max(beside, len(self._now_read))
+            self._now_read.discard(name)
         if len(self._fresh) >= MOST_FRESH:
             self._fresh.clear()
         self._fresh.add(name)
-        self.rates.note_read(kv.nbytes, time.perf_counter() - started)
+        self.rates.note_read(kv.nbytes, time.perf_counter() - started, beside)
         if host is not None and host.put(name, kv):
             self.reading.pop(name, None)
         return kv
