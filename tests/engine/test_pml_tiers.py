@@ -6,6 +6,7 @@ import json
 import os
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -254,6 +255,31 @@ def test_disk_budget_lets_the_oldest_go(tmp_path):
     assert (tmp_path / "notes.txt").exists()
     assert not store.put("d", torch.zeros(256, 60), IDS)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_what_a_checksum_sees(tmp_path):
+    """Bits, words and pages that change, are empty, or change places."""
+    store, rows = DiskStore(tmp_path, 64 * MIB, "m"), torch.randn(100, 1300)
+    assert store.put(A, rows, IDS)
+    good = bytearray(store.path(A).read_bytes())
+    first, rng = len(good) - rows.nbytes - IDS.nbytes, np.random.default_rng(0)
+    for size in (8, 512, 4096, 8192):
+        places = first + size * rng.choice(rows.nbytes // size, (8, 2), replace=False)
+        for a, b in places.tolist():
+            one, other, flipped = good[a : a + size], good[b : b + size], good[a] ^ 4
+            for changes in (
+                {a: other, b: one},
+                {a: bytes(size)},
+                {a: bytes([flipped])},
+                {a: other},
+            ):
+                bad = bytearray(good)
+                for place, data in changes.items():
+                    bad[place : place + len(data)] = data
+                store.path(A).write_bytes(bad)
+                assert not store.read(A, torch.empty_like(rows)), (size, a, b)
+    store.path(A).write_bytes(good)
+    assert store.read(A, torch.empty_like(rows))
 
 
 def test_leftovers_of_a_killed_process_go(tmp_path):

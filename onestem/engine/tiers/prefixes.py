@@ -214,8 +214,8 @@ class PrefixTiers:
     def read_ahead(
         self, requests: Iterable[Request], read: Callable[[Request], list[Future[Tensor | None]]]
     ) -> Iterator[Request]:
-        """Requests in their order, each after `read` was called for those behind it, as far as
-        their group or themselves have files, and these take their share of host memory."""
+        """Requests in their order, each after `read` was called for those that come after it. It
+        looks on as long as they or their group have files that fit in a share of host memory."""
         host, size = self._stores.host, PIECE_TOKENS * self._stores.bytes_per_token
         most = MOST_READ_AHEAD if host is None else host.budget // READ_SHARE // size
         ahead: deque[tuple[Request, list[Future[Tensor | None]]]] = deque()

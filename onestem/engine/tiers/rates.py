@@ -33,8 +33,8 @@ class CopyRates:
         self._readers[self._kind(beside)] = num_bytes / seconds, time.monotonic()
 
     def reader(self, beside: int) -> float | None:
-        """Bytes a second of each of so many readers: as measured of late, else of fewer, which may
-        be faster: then it is measured. None: not known."""
+        """Bytes a second of a reader beside others, as measured of late; else beside fewer, where
+        it may be faster: then it is measured. None: not known."""
         kind, now = self._kind(beside), time.monotonic()
         known = {one: rate for one, (rate, _) in list(self._readers.items())}
         late = {one for one, (_, at) in list(self._readers.items()) if now < at + READ_SECONDS}
