@@ -79,7 +79,11 @@ class _Compiler:
         self._native = _native()
         self._numpy: Any = importlib.import_module("numpy")
         info = self._native.TokenizerInfo.deserialize_json(setup["tokenizer"])
-        self._compiler = self._native.GrammarCompiler(info, 1, False, -1)
+        given = info, 1, False, -1
+        try:
+            self._compiler = self._native.GrammarCompiler(*given)
+        except TypeError:  # from 0.2.9 on: whether masks wait until they are asked for
+            self._compiler = self._native.GrammarCompiler(*given, False)
 
     def answer(self, task: dict[str, Any]) -> bytes:
         """An answer's kind, and after a space: "again" and what to compile; "grammar" and it,
