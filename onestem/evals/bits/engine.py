@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -24,7 +24,7 @@ CHARACTERS = 10  # of a token, at most on average
 TOP = 20  # log-probabilities kept of each token; of whole rows there are digests
 SEVERAL = 4  # answers, where a request asks for several
 STEP_TOKENS = 24  # of small steps: no multiple of a page
-PREEMPT_EVERY = 5  # steps
+PREEMPT_STEPS = range(5, 45, 5)  # after which all that run are preempted; not on and on
 
 Ask = tuple[list[int], SamplingParams]
 # (request, first token of the answer that is asked for, reply)
@@ -44,9 +44,11 @@ class _Session:
         self.forget = llm.reset_prefix_cache
         self._rows, self._count = watch_logits(llm.engine), 0
 
-    def ask(self, asks: Sequence[Ask], gap: int = 0, preempt_every: int = 0) -> list[list[Reply]]:
+    def ask(
+        self, asks: Sequence[Ask], gap: int = 0, preempt_steps: Collection[int] = ()
+    ) -> list[list[Reply]]:
         """The replies to requests of a planned job, or that come `gap` steps one after the other.
-        All that run are preempted each time `preempt_every` steps have passed."""
+        All that run are preempted after the steps of `preempt_steps`, counted from 1."""
         engine, self._count = self.llm.engine, self._count + 1
         outputs: list[RequestOutput] = []
         requests = [
@@ -63,7 +65,7 @@ class _Session:
                 engine.add_request(waiting.pop())
             outputs += engine.step()
             steps += 1
-            if preempt_every and steps % preempt_every == 0:
+            if steps in preempt_steps:
                 engine.reset_prefix_cache(reset_running_requests=True)
         found = {output.request_id: output for output in outputs}
         return [self._replies(found[request.request_id]) for request in requests]
@@ -127,9 +129,11 @@ def _job(session: _Session, chosen: Iterable[int], times: int = 1) -> Changed:
         yield i, 0, reply
 
 
-def _arrivals(session: _Session, chosen: Iterable[int], preempt_every: int = 0) -> Changed:
+def _arrivals(
+    session: _Session, chosen: Iterable[int], preempt_steps: Collection[int] = ()
+) -> Changed:
     session.forget()
-    replies = session.ask(session.asks[::-1], 2, preempt_every)
+    replies = session.ask(session.asks[::-1], 2, preempt_steps)
     for i, (reply,) in enumerate(reversed(replies)):
         yield i, 0, reply
 
@@ -165,7 +169,7 @@ class EngineBits:
             (Kind("neighbours"), _job, {}),
             (Kind("neighbours, cached", "cached"), partial(_job, times=2), {}),
             (Kind("order of arrival"), _arrivals, {}),
-            (Kind("preempted", "preempted"), partial(_arrivals, preempt_every=PREEMPT_EVERY), {}),
+            (Kind("preempted", "preempted"), partial(_arrivals, preempt_steps=PREEMPT_STEPS), {}),
             (Kind(f"n = {SEVERAL}"), partial(_several, n=SEVERAL), {}),
             (Kind(f"steps of {STEP_TOKENS} tokens"), _job, {"max_step_tokens": STEP_TOKENS}),
             (Kind(f"pages of {other_pages['page_size']} tokens"), _job, other_pages),
