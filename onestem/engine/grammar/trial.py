@@ -325,7 +325,7 @@ class _Forker(Process):
 
 def _of_version() -> UnsupportedError:
     return UnsupportedError(
-        "response_format needs another version of xgrammar: pip install 'xgrammar>=0.2.8'"
+        "response_format needs another version of xgrammar: pip install 'xgrammar>=0.2.8,<0.2.10'"
     )
 
 
