@@ -55,7 +55,8 @@ def _first_tile(indent: int, line: str, more: str = "") -> Change:
 
 
 HALF = " + PART"
-TIMER = ("\n\n__all__", "\nfrom triton.language.extra.cuda import globaltimer\n\n__all__", 1)
+WALK = "from onestem.ops.triton.sm90.walk import ("
+TIMER = (WALK, "from triton.language.extra.cuda import globaltimer\n" + WALK, 1)
 HOPPER: dict[str, tuple[Change, ...]] = {
     "kernel.py": (
         ("import gdc_launch_dependents", "import gdc_launch_dependents, globaltimer", 1),

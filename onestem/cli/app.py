@@ -27,8 +27,6 @@ from onestem.cli import (
 from onestem.cli.hints import HintingCommand, HintingGroup
 from onestem.errors import OnestemError
 
-__all__ = ["app", "main"]
-
 INTERRUPTED = 130
 
 app = typer.Typer(

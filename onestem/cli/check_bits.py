@@ -18,8 +18,6 @@ from onestem.options import EngineOptions
 if TYPE_CHECKING:
     from onestem.evals.bits.pairs import Kind
 
-__all__ = ["check_bits"]
-
 
 @options.with_options
 def check_bits(

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LADDER", "cuts", "in_parts", "made_up", "numbers_alike"]
-
 # Numbers of rows that are tried out. Pieces of 256 rows are as fast as a whole product.
 LADDER = (*range(1, 9), *range(16, 65, 8), 128, 256)
 

@@ -11,8 +11,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["PinnedArena"]
-
 SLAB_BYTES = 1 << 30
 ALIGNED = 512
 

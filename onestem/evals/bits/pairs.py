@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Kind", "Reply", "table"]
-
 
 @dataclass(frozen=True)
 class Reply:

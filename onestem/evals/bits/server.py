@@ -17,8 +17,6 @@ from onestem.errors import OnestemError, first_line
 from onestem.evals.bits.pairs import Kind, Reply
 from onestem.evals.bits.texts import SHARED, texts
 
-__all__ = ["ServerBits"]
-
 CHARACTERS = 3  # of a token, about
 TOP = 5  # log-probabilities of each token: what OpenAI allows
 TIMEOUT = 600.0  # seconds of an answer

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["FAMILY", "SHARED", "texts"]
-
 FAMILY = 4  # prompts with one beginning
 SHARED = 0.75  # of a prompt
 

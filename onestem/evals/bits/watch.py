@@ -19,8 +19,6 @@ from onestem.engine.sequence import StepChanges
 from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.runner import Logits, Runner
 
-__all__ = ["Operations", "Rows", "first_change", "watch_logits", "watch_operations"]
-
 Rows = dict[tuple[str, int], dict[int, bytes]]
 """(id of a request, which of its answers) -> index of a token -> digest of its logits."""
 

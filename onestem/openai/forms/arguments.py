@@ -9,8 +9,6 @@ from typing import Protocol
 
 from onestem.openai.forms.form import Braces, Fields
 
-__all__ = ["ArgumentsReader", "arguments_reader", "held_back"]
-
 LONGEST_KEY = 1000  # characters
 
 

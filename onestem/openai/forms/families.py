@@ -24,30 +24,6 @@ from dataclasses import replace
 
 from onestem.openai.forms.form import Braces, Channels, Fields, Form, Reasoning
 
-__all__ = [
-    "DEEPSEEK_V3",
-    "DEEPSEEK_V31",
-    "FORMS",
-    "GEMMA",
-    "GENERIC",
-    "GLM",
-    "GLM_SHORT",
-    "GRANITE",
-    "HARMONY",
-    "HERMES",
-    "KIMI",
-    "LLAMA",
-    "MISTRAL",
-    "MISTRAL_ARGS",
-    "MISTRAL_IDS",
-    "PHI",
-    "PHI_MARKED",
-    "QWEN_XML",
-    "described",
-    "form_of",
-    "reasoning_of",
-]
-
 _NAME = r'\{\s*"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 _WORD = r"(?P<name>[\w.-]+)"
 

@@ -15,8 +15,6 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-__all__ = ["Braces", "Channels", "Fields", "Form", "Gaps", "Reasoning"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reasoning:

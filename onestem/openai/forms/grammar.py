@@ -20,8 +20,6 @@ from onestem.openai.forms.values import (
 )
 from onestem.request import whitespace_of
 
-__all__ = ["ANY_OBJECT", "HoldSchema", "TokenOf", "Tools", "held_to"]
-
 JsonObject = dict[str, Any]
 Mode = Literal["none", "auto", "required"]
 # The schema that arguments are held to. It takes that of their function, whether to refuse what

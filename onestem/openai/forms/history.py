@@ -13,8 +13,6 @@ from typing import Any
 
 from onestem.openai.forms.form import Braces, Fields, Form, Gaps, Reasoning
 
-__all__ = ["Habits", "found_out", "needs_habits", "told", "written"]
-
 JsonObject = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 

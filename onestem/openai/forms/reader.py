@@ -15,8 +15,6 @@ from typing import Literal
 from onestem.openai.forms.arguments import ArgumentsReader, arguments_reader, held_back
 from onestem.openai.forms.form import Form, Gaps
 
-__all__ = ["AnswerEvent", "AnswerReader", "Mode", "ReadAnswer", "Reading"]
-
 Mode = Literal["text", "thought", "between"]
 LONGEST_HEAD = 1000  # maximum characters from a call's beginning to its arguments
 

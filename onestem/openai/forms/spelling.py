@@ -14,8 +14,6 @@ from typing import Any
 
 from onestem.checked import read_json
 
-__all__ = ["SpelledText", "StandIns", "read_spelled"]
-
 _SPELLED = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*')
 
 

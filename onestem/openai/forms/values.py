@@ -8,8 +8,6 @@ from typing import Any
 
 from onestem.openai.forms.form import Braces, Fields
 
-__all__ = ["Piece", "arguments_format", "choice", "const", "listed_values", "sequence", "tag"]
-
 JsonObject = dict[str, Any]
 Piece = str | int  # a text, or a control token's id
 Pieces = Callable[[str], list[Piece]]

@@ -15,8 +15,6 @@ from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
 
-__all__ = ["CpuAttention", "CpuCost", "PreparedCpu", "takes_size"]
-
 MAX_HEAD_DIM = 512
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from onestem.ops.kv import page_strides
 
-__all__ = ["PageRows"]
-
 _TOKENS, _VALUES = 8, 256  # of a program's tile
 _FIELDS = 7  # of a tensor in the table
 

@@ -37,8 +37,6 @@ from onestem.ops.triton.sm90.walk import (
 from onestem.ops.triton.versions import barrier, viewed
 from onestem.ops.triton.words import LOG2_E, W
 
-__all__ = ["attend_columns"]
-
 
 @gluon.jit
 def _pieces(queries, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_D: gl.constexpr):

@@ -27,8 +27,6 @@ from onestem.ops.triton.sm90.walk import (
 from onestem.ops.triton.versions import copy_box, viewed
 from onestem.ops.triton.words import W
 
-__all__ = ["copy", "descriptors", "fetch_list"]
-
 LINE: gl.constexpr = gl.constexpr(32)  # words of a cache line
 LINES: gl.constexpr = gl.constexpr(16)  # of a work list that each program fetches
 

@@ -14,8 +14,6 @@ from onestem.ops.triton.sm90.rows import attend_rows
 from onestem.ops.triton.sm90.walk import ROWS, Inputs, Ring, queue, start_of, uniform
 from onestem.ops.triton.versions import viewed
 
-__all__ = ["attend_hopper"]
-
 
 @gluon.jit
 def _attend(inputs, ring, PART: gl.constexpr, FORM: gl.constexpr):

@@ -36,8 +36,6 @@ from onestem.ops.triton.sm90.walk import (
 from onestem.ops.triton.versions import barrier
 from onestem.ops.triton.words import LOG2_E, W
 
-__all__ = ["attend_rows"]
-
 
 @gluon.jit
 def _folded(tile):

@@ -11,12 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from onestem.ops.triton.words import LN_2, LOG2_E, W
 
-__all__ = [
-    "ROWS", "Inputs", "Ring", "View", "blank", "lane", "line_of", "load_query", "next_stage",
-    "over", "query_rows", "queue", "record_line", "scores", "section", "start_of", "store_states",
-    "tile_start", "tiles_of", "uniform", "word",
-]  # fmt: skip
-
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 
 
