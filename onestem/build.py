@@ -148,13 +148,15 @@ def _num_pages(
 def _keep_below(engine: Engine, path: Path) -> None:
     """Give the engine the tiers below KV memory that its options name; `path`: of its model."""
     options, disk, identity = engine.options, None, ""  # of one process, unless there are files
-    host = parse_memory(options.host_kv)
+    size = options.tensor_parallel_size
+    host = parse_memory(options.host_kv) // size
     if options.disk_kv is not None:
         identity = kv_identity(options, path)
-        disk = DiskStore(Path(options.disk_kv), parse_memory(options.disk_kv_size), identity)
+        most = parse_memory(options.disk_kv_size)
+        disk = DiskStore(Path(options.disk_kv), most, identity, size=size)
         # What is read for a request must stay until it is admitted.
         token = engine.weights.decoder.kv_bytes_per_token
-        host = max(host, min(READ_MEMORY, 4 * engine.max_model_len * token))
+        host = max(host, min(READ_MEMORY // size, 4 * engine.max_model_len * token))
     engine.keep_below(identity, host=HostStore(host) if host > 0 else None, disk=disk)
 
 
@@ -167,7 +169,9 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
     bits = " deterministic" if options.deterministic else ""
-    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}"
+    size = options.tensor_parallel_size
+    ranks = f" on {size} ranks" if size > 1 else ""
+    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
 
 
 def pick_device(name: str) -> torch.device:
@@ -236,16 +240,9 @@ def set_threads(threads: int | None, ranks: int = 1) -> None:
 
 
 def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise `ConfigError` for a model that does not divide over its devices, and for tiers."""
-    if options.tensor_parallel_size == 1:
-        return
-    part_of(config, Ranks(0, options.tensor_parallel_size, None))
-    for name in ("host_kv", "disk_kv"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"{name} is {getattr(options, name)}, and tensor_parallel_size is "
-                f"{options.tensor_parallel_size}: all stays in KV memory then, leave it out"
-            )
+    """Raise `ConfigError` for a model that does not divide over its devices."""
+    if options.tensor_parallel_size > 1:
+        part_of(config, Ranks(0, options.tensor_parallel_size, None))
 
 
 def check_deterministic(options: EngineOptions, config: ModelConfig, device: torch.device) -> None:

@@ -242,13 +242,13 @@ class EngineOptions(Options):
     """Write what each step computes there, a JSON line each, in place of what the file holds."""
 
     host_kv: Memory = 0
-    """Host memory for prefixes and PML modules that KV memory has no room for."""
+    """Host memory, of all devices, for prefixes and PML modules that KV memory has no room for."""
 
     disk_kv: Path_ | None = None
     """Folder in which prefixes and PML modules outlive the process."""
 
     disk_kv_size: Memory = "16GiB"
-    """Maximum that they take there."""
+    """Maximum that they take there, of all devices."""
 
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
 

@@ -3,7 +3,8 @@
 What is stored under a name are rows `[num_tokens, width]`: of each token the keys and then the
 values in each layer that has its own. Both tiers have a budget and evict the
 least recently used. A file tells its name and its model and carries checksums: a file that is
-damaged, or of something else, is never used.
+damaged, or of something else, is never used. Where ranks hold a model together, each has a file
+of its own heads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DTYPES = {
     torch.int32: "I32",
 }  # as files name them
 LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
-_FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)\.safetensors")
+_FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)(\.\d+-of-\d+)?\.safetensors")
 
 
 class HostStore:
@@ -100,12 +101,22 @@ class DiskStore:
         budget: bytes of all files in it that stores have written.
         identity: what keys and values depend on besides what a name says; files of other models
             are not used.
+        rank, size: of the ranks that hold the model together, whose part this is.
+
+    Attributes:
+        others: has other ranks do what is called ("read" or "put") with their part of rows of a
+            name; returns what waits, and says whether all of them did it.
     """
 
-    def __init__(self, folder: Path, budget: int, identity: str) -> None:
+    def __init__(
+        self, folder: Path, budget: int, identity: str, rank: int = 0, size: int = 1
+    ) -> None:
         self.folder = folder
         self.budget = budget
         self.identity = identity
+        self.rank = rank
+        self.size = size
+        self.others: Callable[[str, str, Tensor], Callable[[], bool]] = lambda *_: lambda: True
         self._unseen = 0  # bytes that are written before the folder is listed
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -114,17 +125,32 @@ class DiskStore:
             raise ConfigError(f"disk_kv {str(folder)!r} cannot be made: {why}") from error
         self._remove_leftovers()
 
+    @property
+    def share(self) -> int:
+        """Bytes of the budget for a rank's files."""
+        return self.budget // self.size
+
     def path(self, name: str) -> Path:
         """The file of a name, if there is one."""
-        return self.folder / f"{name}.safetensors"
+        return self.folder / (name + self._ending(self.rank))
+
+    def _ending(self, rank: int) -> str:
+        part = f".{rank}-of-{self.size}" if self.size > 1 else ""
+        return f"{part}.safetensors"
+
+    def _paths(self, name: str) -> list[Path]:
+        """Of all ranks, which are on one machine."""
+        return [self.folder / (name + self._ending(rank)) for rank in range(self.size)]
 
     def __contains__(self, name: str) -> bool:
-        return os.path.isfile(self.path(name))  # no error where rights lack
+        return all(map(os.path.isfile, self._paths(name)))  # no error where rights lack
 
     def read(self, name: str, kv: Tensor) -> bool:
-        """Read what has a name into rows of that many tokens. False: there is no file, or it is
+        """Read what has a name into rows of that many tokens. False: a rank has no file, or it is
         damaged or of another kind; what is in the rows is not to be used."""
-        if not self._read(name, "kv", kv):
+        others_read = self.others("read", name, kv)
+        is_read = self._read(name, "kv", kv)
+        if not others_read() or not is_read:
             return False
         with contextlib.suppress(OSError):
             os.utime(self.path(name))
@@ -164,8 +190,18 @@ class DiskStore:
 
     def put(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
         """Write rows of tokens (int32 `[n]`): readers find all or nothing. False: no room."""
-        if kv.nbytes > self.budget:
+        if kv.nbytes > self.share:
             return False
+        others_put = self.others("put", name, kv)
+        written = self._write(name, kv, tokens)
+        if not others_put() or not written:
+            return False
+        if self.rank == 0:
+            self._trim(written * self.size)
+        return True
+
+    def _write(self, name: str, kv: Tensor, tokens: Tensor) -> int:
+        """Bytes of the file that is there now; 0: there is none."""
         path = self.path(name)
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         header: dict[str, object] = {}
@@ -186,24 +222,27 @@ class DiskStore:
         except OSError:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            return False
-        self._trim(8 + len(text) + end)
-        return True
+            return 0
+        return 8 + len(text) + end
 
     def discard(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        with contextlib.suppress(OSError):
-            self.path(name).unlink(missing_ok=True)
+        """Remove the files of a name, if they are there."""
+        for path in self._paths(name):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _metadata(self, name: str) -> dict[str, str]:
-        return {"format": FORMAT, "identity": self.identity, "name": name}
+        own = self.path(name).stem
+        return {"format": FORMAT, "identity": self.identity, "name": own}
 
     def names(self) -> list[str]:
-        """Of all files, of any model."""
-        return [path.stem for _, _, path in self.files()]
+        """Of all files of this rank, of any model."""
+        ending = self._ending(self.rank)
+        every = (path.name for _, _, path in self.files())
+        return [name.removesuffix(ending) for name in every if name.endswith(ending)]
 
     def files(self) -> list[tuple[float, int, Path]]:
-        """(last use, bytes, path) of all stores' files, of any model, the oldest first."""
+        """(last use, bytes, path) of all stores' files, of any model and rank, the oldest first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():

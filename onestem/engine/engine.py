@@ -320,11 +320,11 @@ class Engine:
         changes = draft.changes
         draft.is_launched = True
         self.results.note_launched(changes.chunks)
-        if self.tiers is not None:
-            self.tiers.note_chunks(changes.chunks)
         if self.batch_rows.table.masked:  # a grammar must have seen the tokens of the step before
             self._commit(0)
         self.launcher.sample(self.batch_rows, changes, logits)
+        if self.tiers is not None:  # other ranks take no messages before all logits are made
+            self.tiers.note_chunks(changes.chunks)
         self.results.end_unsampled()
         stats, pool = self.stats, self.cache.pool
         stats.steps += 1
@@ -416,10 +416,11 @@ class Engine:
 
     def keep_below(self, identity: str, *, host: HostStore | None, disk: DiskStore | None) -> None:
         """Keep keys and values also in host memory, or on a disk. `identity`: what they depend on
-        besides tokens and labels."""
+        besides tokens and labels. Of several ranks, `host` is what each of them takes."""
         if self.cache.enabled and (host is not None or disk is not None):
-            pages = self.launcher.runner.kv_pages
-            tiers = KvTiers.make(pages, self.cache, identity, host=host, disk=disk)
+            budget = 0 if host is None else host.budget
+            copies = self.launcher.runner.kv_copies(budget, disk)
+            tiers = KvTiers.make(copies, self.cache, identity, host=host, disk=disk)
             self.tiers = self.requests.factory.tiers = self.scheduler.chunks.tiers = tiers
             self.scheduler.room.on_leave = tiers.prefixes.leave
 

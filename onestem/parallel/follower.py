@@ -14,10 +14,12 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from onestem.cache.storage import DiskStore
 from onestem.engine.step.launch import make_runner
 from onestem.engine.step.runner import Runner
 from onestem.errors import OnestemError, in_one_line
@@ -27,6 +29,7 @@ from onestem.models.weights import load_decoder
 from onestem.ops import resolve
 from onestem.parallel.group import join, meeting_place
 from onestem.parallel.messages import CallMessage, Reader, StepMessage
+from onestem.parallel.tiers import PartOfTiers
 
 __all__ = ["Follower", "follow"]
 
@@ -51,10 +54,12 @@ class Follower:
         self._device: torch.device
         self._decoder: Decoder
         self._runner: Runner
+        self._tiers: PartOfTiers
+        self._reporting = threading.Lock()
 
     def run(self) -> None:
         """Execute messages until the socket closes."""
-        self._socket.send(("here", meeting_place() if self.rank == 1 else None))
+        self._report("here", meeting_place() if self.rank == 1 else None)
         while True:
             message = self._reader.read(self._socket.recv_bytes())
             if isinstance(message, CallMessage):
@@ -63,6 +68,10 @@ class Follower:
                 method(*message.arguments, **message.options)
             else:
                 self._step(message)
+
+    def _report(self, kind: str, value: object) -> None:
+        with self._reporting:
+            self._socket.send((kind, value))
 
     def _step(self, message: StepMessage) -> None:
         runner, ids = self._runner, None
@@ -82,21 +91,30 @@ class Follower:
             torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)
         self._ranks = join(place, self.rank, size, self._device)
-        self._socket.send(("joined", None))
+        self._report("joined", None)
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         options = {**options, "device": self._device, "ranks": self._ranks}
         try:
             self._decoder = load_decoder(path, **options)
         except OnestemError as error:  # a caller's mistake, or of the files
-            self._socket.send(("loaded", error))
+            self._report("loaded", error)
             return
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
-        self._socket.send(("loaded", free))
+        self._report("loaded", free)
 
     def _make_runner(self, impl: str, options: dict[str, Any]) -> None:
         self._runner = make_runner(self._decoder, resolve(impl, self._device), **options)
         self._reader = Reader(self._runner.windows)
+
+    def _keep_kv(self, budget: int, files: tuple[Path, int, str] | None) -> None:
+        """`budget`: bytes of host memory; `files`: what rank 0's `DiskStore` is made of."""
+        disk = None if files is None else DiskStore(*files, self.rank, self._ranks.size)
+        copies = self._runner.kv_copies(budget, disk)
+        self._tiers = PartOfTiers(copies, disk, self._device, self._report)
+
+    def _kv(self, *message: Any) -> None:
+        self._tiers.do(*message)
 
     def _write_weights(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)

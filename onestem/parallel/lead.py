@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onestem.cache.storage import DiskStore
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Runner
+from onestem.engine.tiers.copies import KvCopies
 from onestem.interrupts import uninterrupted
 from onestem.parallel.messages import advance, call, whole
+from onestem.parallel.tiers import TeamCopies
 
 if TYPE_CHECKING:
     from onestem.parallel.team import Team
@@ -31,7 +34,6 @@ class LeadRunner:
         self.depth = runner.depth
         self.may_be_interrupted = False  # others would go on with it
         self.windows = runner.windows
-        self.kv_pages = runner.kv_pages
         self.decoder = runner.decoder
         self._runner = runner
         self._team = team
@@ -48,8 +50,7 @@ class LeadRunner:
         Raises:
             RankError: a rank has ended.
         """
-        if self._blocks:
-            self._finish()
+        self.abandon()
         runner = self._runner
         if ids is not None and ids.device.type == "cpu":
             inputs.token_ids[: len(ids)] = ids.numpy()
@@ -77,8 +78,9 @@ class LeadRunner:
                 return
             yield block
 
-    def _finish(self) -> None:
-        """Make the logits that were not asked for, of a step that came to nothing here."""
+    def abandon(self) -> None:
+        """Make the logits that were not asked for, of a step that came to nothing here: other ranks
+        take no message before."""
         blocks, self._blocks = self._blocks, []
         for each in blocks:
             for _ in each:
@@ -120,6 +122,16 @@ class LeadRunner:
                 self._team.ranks.take_first(here.view(-1).view(torch.uint8))
                 self._runner.write_weights({name: here})
 
+    def kv_copies(self, budget: int, disk: DiskStore | None) -> KvCopies:
+        """See `Runner`."""
+        files = None if disk is None else (disk.folder, disk.budget, disk.identity)
+        with self._together(call("keep_kv", budget, files)):
+            own = self._runner.kv_copies(budget, disk)
+        copies = TeamCopies(own, self._team, self._together)
+        if disk is not None:
+            disk.others = copies.ask
+        return copies
+
     def _on_all_ranks(self, name: str, **options: object) -> None:
         """Call a method of each rank's runner."""
         with self._together(call(name, **options)):
@@ -129,6 +141,6 @@ class LeadRunner:
     def _together(self, message: bytes) -> Iterator[None]:
         """Have other ranks make a call, while the block does the same here."""
         with uninterrupted():
-            self._finish()
+            self.abandon()
             with self._team.together(message):
                 yield

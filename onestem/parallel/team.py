@@ -169,12 +169,13 @@ class Team:
         self.members = crew.members
         self._end = weakref.finalize(self, _end, crew)
         self.free_bytes: int | None = None
+        self._sending = threading.Lock()
         try:
             for rank in range(1, size):
                 self.members.append(start_rank(rank))
             crew.watcher = threading.Thread(target=_watch, args=(crew,), daemon=True)
             crew.watcher.start()
-            place = self._wait("here")[1]
+            place = self.reports("here")[1]
             self.send(call("join", place, size, str(device), torch.get_num_threads()))
             self.ranks = self._meanwhile("joined", lambda: join(place, 0, size, device))[0]
             crew.ranks = self.ranks if device.type == "cuda" else None
@@ -209,7 +210,7 @@ class Team:
             self._crew.report(0, kind, value)
 
         threading.Thread(target=run, name="onestem-load", daemon=True).start()
-        return self._wait(kind, self._crew.size)
+        return self.reports(kind, self._crew.size)
 
     def make_runner(self, decoder: Decoder, impl: AttentionImpl, **options: Any) -> LeadRunner:
         """`onestem.engine.step.launch.make_runner`, on each rank."""
@@ -229,11 +230,12 @@ class Team:
         return self._crew.owner != os.getpid()
 
     def send(self, message: bytes) -> None:
-        """Send a message to all other ranks, which execute messages in order."""
+        """Send a message to all other ranks, which execute messages in order; from any thread."""
         self.check()
         try:
-            for member in self.members:
-                member.socket.send_bytes(message)
+            with self._sending:
+                for member in self.members:
+                    member.socket.send_bytes(message)
         except OSError as error:
             raise self.failed(error) from error
 
@@ -261,7 +263,7 @@ class Team:
         assert crew.death is not None
         return RankError(crew.death)
 
-    def _wait(self, kind: str, count: int | None = None) -> dict[int, Any]:
+    def reports(self, kind: str, count: int | None = None) -> dict[int, Any]:
         """What ranks report, by rank: the others, or `count` of them.
 
         Raises:

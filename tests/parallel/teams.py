@@ -63,9 +63,17 @@ def forked() -> Iterator[None]:
         yield
 
 
-def engine_of(team: Team, path: Path, *, num_pages: int = 512, **options) -> Engine:
-    """An engine whose model is on a team, in place of the one before."""
-    decoder = team.load_decoder(path, dtype=torch.float32, device=CPU)
+def engine_of(
+    team: Team,
+    path: Path,
+    *,
+    num_pages: int = 512,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    **options,
+) -> Engine:
+    """An engine whose model is on a team, in place of the one before; `device`: of rank 0."""
+    decoder = team.load_decoder(path, dtype=dtype, device=device)
     return engine_with(decoder, num_pages=num_pages, team=team, **options)
 
 

@@ -77,10 +77,10 @@ def line_of(rank: int, size: int, pid: int, number: int = 9) -> str:
 
 
 @pytest.mark.parametrize("seed", seeds(1, 4))
-def test_at_a_random_step(seed):
+def test_at_a_random_step(seed, tmp_path):
     """Then the same object refuses calls with that line, and no process is left."""
     step = random.Random(seed).randrange(100)
-    with LLM(**OPTIONS) as llm:
+    with LLM(**OPTIONS, host_kv="1MiB", disk_kv=tmp_path) as llm:
         (pid,), engine = llm.team.process_ids, llm.engine
         at = kill_at_step(engine, step, pid)
         with pytest.raises(RankError, match=line_of(1, 2, pid)):

@@ -62,7 +62,8 @@ def test_answers_are_those_of_one_gpu(alone):
 @pytest.mark.steps_fail
 @pytest.mark.parametrize("step", [3, 60])
 def test_a_killed_rank_is_named(step):
-    with LLM(**OPTIONS, tensor_parallel_size=2) as llm:
+    """And copies to host memory that wait for its steps are not waited for."""
+    with LLM(**OPTIONS, host_kv="64MiB", tensor_parallel_size=2) as llm:
         assert has_peers(llm)  # of each team that a process makes
         (pid,), engine, at = llm.team.process_ids, llm.engine, []
         run = engine.launcher.runner.run

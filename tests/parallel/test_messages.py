@@ -57,7 +57,7 @@ def led_engine(rng: random.Random, depth: int, page_size: int | None = None):
         max_step_tokens=rng.choice([3, 16, 512]),
     )
     own = engine.launcher.runner
-    own.decoder, own.kv_pages = engine.weights.decoder, []
+    own.decoder = engine.weights.decoder
     own.depth = depth
     team = LedTeam(num_pages * page_size)
     engine.launcher.runner = LedRunner(own, team)

@@ -209,18 +209,10 @@ def _shapes(llm):
     return Tensors(llm.config).shapes.items()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"host_kv": "1MiB"}, "host_kv is 1MiB, and tensor_parallel_size"),
-        ({"disk_kv": "/nowhere"}, "disk_kv is /nowhere, .*: all stays in KV memory"),
-        ({"tensor_parallel_size": 7}, r"does not divide over 7 devices: tensor_parallel_size can"),
-    ],
-)
-def test_what_is_refused_starts_nothing(monkeypatch, options, line):
+def test_what_is_refused_starts_nothing(monkeypatch):
     monkeypatch.setattr("onestem.parallel.team.start_rank", None)
-    with pytest.raises(ConfigError, match=line):
-        LLM(**OPTIONS, **{"tensor_parallel_size": 2, **options})
+    with pytest.raises(ConfigError, match="does not divide over 7 devices: tensor"):
+        LLM(**OPTIONS, tensor_parallel_size=7)
 
 
 def test_fewer_gpus_than_ranks(monkeypatch):

@@ -40,7 +40,6 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
         ({"device": "cuda:1"}, "with replicas say cuda,"),
         ({"device": "cpu:0"}, "with replicas say cpu,"),
         ({"tensor_parallel_size": 3}, r"does not divide over 3 .* can be 1, 2, 4"),
-        ({"tensor_parallel_size": 2, "disk_kv": "x"}, "all stays in KV memory"),
     ],
 )
 def test_options_of_one_engine_are_refused_before_ray_starts(monkeypatch, fields, error):

@@ -172,6 +172,7 @@ class Launcher:
         """Drop what is in flight, which is computed again."""
         self.in_flight.clear()
         self._steps = []
+        self.runner.abandon()
 
 
 def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:

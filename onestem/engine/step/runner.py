@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onestem.cache.storage import DiskStore
 from onestem.engine.step.inputs import NewPages, StepInputs
+from onestem.engine.tiers.copies import KvCopies, copies_of
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.description import LayerHeads
 from onestem.models.updates import write_tensors
@@ -53,14 +55,12 @@ class StepRunner(Protocol):
         depth: steps that may be in flight; 1: each ends before `run` returns.
         windows: of the layers.
         may_be_interrupted: a step may end half-way, and be computed again.
-        kv_pages: K and V pages, of each layer that has its own.
     """
 
     decoder: Decoder
     depth: int
     may_be_interrupted: bool
     windows: tuple[int | None, ...]
-    kv_pages: list[tuple[Tensor, Tensor]]
 
     def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any:
         """Make the step's plans ready, the same for all layers: what `run` takes. `new_pages`:
@@ -71,6 +71,9 @@ class StepRunner(Protocol):
         where they are on the device already, instead of `inputs.token_ids`. Of several ranks all
         have `ids`, and rank 0's are taken."""
 
+    def abandon(self) -> None:
+        """Logits of the step launched last that were not asked for are not wanted."""
+
     def check(self) -> None:
         """Raise an error where what steps have given cannot be trusted."""
 
@@ -79,6 +82,10 @@ class StepRunner(Protocol):
 
     def warm_up(self) -> None:
         """Make what would else be made in the first steps."""
+
+    def kv_copies(self, budget: int, disk: DiskStore | None) -> KvCopies:
+        """Copies between KV memory and host memory, of which they take `budget` bytes; of several
+        ranks, each does so, and has its own files beside those of `disk`."""
 
     def release_pages(self) -> None:
         """Free KV memory; its tensors stay the objects that they are."""
@@ -119,6 +126,7 @@ class Runner:
 
     Attributes:
         scratch_slot: a slot that is never read.
+        kv_pages: K and V pages, of each layer that has its own.
         pages: those that each layer reads.
 
     Args:
@@ -167,6 +175,10 @@ class Runner:
     def warm_up(self) -> None:
         """Make what would else be made in the first steps."""
 
+    def kv_copies(self, budget: int, disk: DiskStore | None) -> KvCopies:
+        """See `StepRunner.kv_copies`."""
+        return copies_of(self.kv_pages, budget)
+
     def release_pages(self) -> None:
         """Free KV memory; its tensors stay the objects that they are."""
         for pages in self._page_tensors():
@@ -210,6 +222,9 @@ class Runner:
         elif len(ids) < len(inputs.token_ids):
             ids = torch.cat((ids, self.on_device(inputs.token_ids[len(ids) :])))
         return self._forward(inputs, prepared, ids)
+
+    def abandon(self) -> None:
+        """Logits of the step launched last that were not asked for are not wanted."""
 
     def check(self) -> None:
         """Raise an error where what steps have given cannot be trusted."""

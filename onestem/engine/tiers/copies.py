@@ -28,12 +28,17 @@ _BITS = {2: np.int16, 4: np.int32}
 
 
 class Part(NamedTuple):
-    """Rows `[n, width]` in host memory and the pages' slots (int64 `[n]`) that they go to, and the
-    tensor that they are a part of."""
+    """Consecutive rows of a tensor in host memory, from the `first` on, and the pages' slots (int64
+    `[n]`) that they go to."""
 
-    rows: Tensor
-    slots: np.ndarray
     whole: Tensor
+    first: int
+    slots: np.ndarray
+
+    @property
+    def rows(self) -> Tensor:
+        """Those that are copied, `[n, width]`."""
+        return self.whole[self.first : self.first + len(self.slots)]
 
 
 class Copied(Protocol):

@@ -53,7 +53,7 @@ class ModuleTiers:
         if kv is None:
             return False
         self._stores.note_use(name, count)
-        self._stores.copies.into([Part(kv, run.slots(0, count), kv)]).join()
+        self._stores.copies.into([Part(kv, 0, run.slots(0, count))]).join()
         return True
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:

@@ -165,7 +165,7 @@ class PrefixTiers:
         if stores.is_writing:
             return True
         most = MOST_UNWRITTEN // stores.bytes_per_token
-        room = stores.disk.budget // stores.bytes_per_token
+        room = stores.disk.share // stores.bytes_per_token
         # What was released before the last whole pass was looked at then; what is pinned never is.
         new = (run for run in self._cache.tree if run.pins or run.last_used > self._saved_at)
         runs = [run for run in new if run.is_wanted or run.is_shared]
@@ -278,7 +278,7 @@ class PrefixTiers:
             a, b = max(at, one.start), min(end, one.end)
             if a < b:
                 slots = run.slots(a - run.start, b - run.start)
-                parts.append(Part(kv[a - one.start : b - one.start], slots, kv))
+                parts.append(Part(kv, a - one.start, slots))
                 used.append((one.piece.name, b - a))
         for name, count in used:
             from_disk = self._stores.note_use(name, count)

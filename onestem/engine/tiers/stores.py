@@ -17,7 +17,7 @@ from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.rates import CopyRates
 from onestem.threads import usable_cores
 
-__all__ = ["TierStats", "TierStores"]
+__all__ = ["TierStats", "TierStores", "most_readers"]
 
 MOST_READERS = 16  # threads; each reads and checks a file
 PROBED_SECONDS = 1.0  # after which a file is read to see whether reading pays now
@@ -25,6 +25,11 @@ MOST_READ_AHEAD = 64  # read and not used, where the host's store has no room fo
 MOST_UNWRITTEN = 1 << 30  # bytes that wait to be written; what comes beyond is not written
 MOST_FRESH = 1 << 12  # names of what was read and is not used yet; then all count as used
 LISTED_SECONDS = 5.0  # after which others may have written files that are looked for
+
+
+def most_readers() -> int:
+    """Threads that read for an engine, or for each of its ranks."""
+    return min(MOST_READERS, usable_cores())
 
 
 @dataclass
@@ -63,7 +68,7 @@ class TierStores:
         self.disk = disk
         self.stats = TierStats()
         self.reading: dict[str, Future[Tensor | None]] = {}
-        self.rates = CopyRates(min(MOST_READERS, usable_cores()))
+        self.rates = CopyRates(most_readers())
         self.on_files: Callable[[list[str]], object] = lambda names: None
         self._readers = ThreadPoolExecutor(self.rates.num_readers, "onestem-kv-read")
         self._writer = ThreadPoolExecutor(1, "onestem-kv-write")
@@ -77,7 +82,7 @@ class TierStores:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values."""
+        """Of keys and values; of several ranks, of each."""
         return self.copies.width * self.copies.dtype.itemsize
 
     def on_host(self, name: str) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
-
-from torch import Tensor
 
 from onestem.cache import PrefixCache
 from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.sequence import Chunk
-from onestem.engine.tiers.copies import copies_of
+from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.modules import ModuleTiers
 from onestem.engine.tiers.prefixes import PrefixTiers
 from onestem.engine.tiers.stores import TierStats, TierStores
+from onestem.errors import RankError
 
 __all__ = ["KvTiers"]
 
@@ -31,7 +31,7 @@ class KvTiers:
     @classmethod
     def make(
         cls,
-        pages: Sequence[tuple[Tensor, Tensor]],
+        copies: KvCopies,
         cache: PrefixCache,
         identity: str,
         *,
@@ -41,12 +41,11 @@ class KvTiers:
         """Those of an engine.
 
         Args:
-            pages: K and V pages of each layer that has its own.
+            copies: of its pages.
             identity: what keys and values depend on besides tokens and labels.
             host, disk: None: there is no such tier.
         """
-        budget = 0 if host is None else host.budget
-        stores = TierStores(copies_of(pages, budget), host=host, disk=disk)
+        stores = TierStores(copies, host=host, disk=disk)
         return cls(stores, ModuleTiers(stores, identity), PrefixTiers(stores, cache, identity))
 
     @property
@@ -66,6 +65,7 @@ class KvTiers:
     def close(self, seconds: float) -> None:
         """Write what a restart would lose, for about that many seconds, and end the threads."""
         self.stores.until = time.monotonic() + seconds
-        while self.prefixes.save_idle() and time.monotonic() < self.stores.until:
-            self.stores.flush()
+        with suppress(RankError):  # what a rank had is gone with it
+            while self.prefixes.save_idle() and time.monotonic() < self.stores.until:
+                self.stores.flush()
         self.stores.close()
