@@ -99,6 +99,7 @@ class Builder:
             places=self.places,
             ranks=self.ranks,
             quantised=self.quantised,
+            ops=resolve_layers(self.target.device, deterministic=self.target.deterministic),
         )
 
     def table(self, spec: TensorSpec) -> Tensor | PackedTable:

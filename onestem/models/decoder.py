@@ -110,6 +110,7 @@ class Decoder:
         places: Iterable[Place] = (),
         quantised: str | None = None,
         ranks: Ranks = ALONE,
+        ops: LayerOps | None = None,
     ) -> None:
         """embedding [vocab_size, hidden_size] gives dtype and device.
 
@@ -117,7 +118,7 @@ class Decoder:
         Results are the whole model's, on each rank.
 
         `positions` [max_position_embeddings, hidden_size] are learned positions, `vectors` the
-        layers' vectors of tokens.
+        layers' vectors of tokens, `ops` what is between products (default: the device's).
         """
         self.config = config
         self.ranks = ranks
@@ -138,7 +139,7 @@ class Decoder:
         self.quantised = quantised
         self._released: dict[torch.UntypedStorage, tuple[int, torch.UntypedStorage | None]] = {}
         self.rope = Rope(config, embedding.device)
-        self.ops = resolve_layers(embedding.device)
+        self.ops = ops or resolve_layers(embedding.device)
         self.scores = Scores(
             config.score_scale or config.head_dim**-0.5,
             config.score_softcap,
@@ -183,7 +184,7 @@ class Decoder:
                 beside = self.normed(hidden, None, layer.post_norm) if layer.post_norm else normed
                 delta = self.ranks.sum(delta.add_(layer.mlp(beside, self._activation)))
             if layer.vectors is not None and vectors is not None:
-                delta = layer.vectors(hidden.add_(delta), vectors[:, index])
+                delta = layer.vectors(hidden.add_(delta), vectors[:, index], self.ops)
                 delta = self._rms_norm(delta, layer.vectors.norm)
             if layer.scalar is not None:
                 hidden, delta = hidden.add_(delta).mul_(layer.scalar), None
@@ -345,7 +346,7 @@ def activation_of(config: ModelConfig, ops: LayerOps) -> Activation:
     if config.mlp == "gelu_tanh_gated":
         return Activation(config.mlp, ops.gelu_mul)
     kind = "tanh" if config.mlp == "gelu_tanh" else "none"
-    return Activation(config.mlp, partial(F.gelu, approximate=kind))
+    return Activation(config.mlp, partial(ops.gelu, approximate=kind))
 
 
 def _alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:

@@ -222,7 +222,7 @@ class _Weight:
         offset = 0 if self.weight is None else self.weight.data_ptr() % ALIGNED
         offset = offset if self.layout is Layout.PLAIN else 0
         shape = self.out_features, self.in_features
-        return _numbers_of(shape, self.dtype, self.layout, biased, offset, torch.get_num_threads())
+        return numbers_of(shape, self.dtype, self.layout, biased, offset, torch.get_num_threads())
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
@@ -409,7 +409,7 @@ def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _numbers_of(
+def numbers_of(
     shape: tuple[int, int],
     dtype: torch.dtype,
     layout: Layout,

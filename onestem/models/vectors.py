@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.linear import Projection
@@ -56,7 +55,7 @@ class LayerVectors:
     output: Projection
     norm: Tensor
 
-    def __call__(self, hidden: Tensor, vectors: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, vectors: Tensor, ops: LayerOps) -> Tensor:
         """hidden `[num_rows, hidden_size]`, vectors `[num_rows, size]` -> the result before its
         norm, `[num_rows, hidden_size]`."""
-        return self.output(F.gelu(self.gate(hidden), approximate="tanh").mul_(vectors))
+        return self.output(ops.gelu(self.gate(hidden), "tanh").mul_(vectors))

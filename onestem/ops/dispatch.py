@@ -120,14 +120,16 @@ def _triton() -> AttentionImpl | None:
     return TritonAttention()
 
 
-def resolve_layers(device: torch.device | str = "cpu") -> LayerOps:
-    """The operations between a layer's products on a device: its kernels, or else PyTorch."""
+def resolve_layers(device: torch.device | str = "cpu", *, deterministic: bool = False) -> LayerOps:
+    """The operations between a layer's products on a device: its kernels, or else PyTorch.
+    `deterministic`: as of `resolve`, where a CPU has kernels."""
     device = torch.device(device)
     if _on_triton(device):
         from onestem.ops.triton.layers import TritonLayers
 
         return TritonLayers()
-    return CpuLayers() if device.type == "cpu" and is_built() else LayerOps()
+    here = device.type == "cpu" and is_built()
+    return CpuLayers(deterministic=deterministic) if here else LayerOps()
 
 
 def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:

@@ -109,13 +109,21 @@ class LayerOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu_mul` with GELU (tanh approximation) instead of SiLU."""
         gate, up = _halves(gate_up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        return self.gelu(gate, "tanh").mul_(up)
+
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """GELU of x `[n, size]`; `approximate`: tanh or none."""
+        return F.gelu(x, approximate=approximate)
 
     def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         """Add `sinks` `[num_q_heads]` to attention `out` `[n, num_q_heads, head_dim]` in place;
         `lse` is the log-sum-exp of its scores, float32 `[n, num_q_heads]`. A sink adds to the
         denominator alone, so this is exact after any implementation."""
-        out *= torch.sigmoid(lse - sinks)[..., None]
+        out *= self.sigmoid(lse - sinks)[..., None]
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of x `[n, size]`."""
+        return torch.sigmoid(x)
 
 
 def rotated(qkv: Tensor, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:

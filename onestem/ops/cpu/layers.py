@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,14 @@ class CpuLayers(LayerOps):
 
     Args:
         isa: instruction set, by default the one in use.
+        deterministic: a row's bits do not depend on other rows. PyTorch's GELU and sigmoid compute
+            what fills no vector at the end of a thread's part with other last bits; what they are
+            made of here has none.
     """
 
     name: str = "cpu"
     isa: str | None = None
+    deterministic: bool = False
 
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
@@ -105,6 +110,24 @@ class CpuLayers(LayerOps):
             torch.get_num_threads(),
         )
         return out
+
+    def gelu(self, x: Tensor, approximate: str) -> Tensor:
+        """See `LayerOps`."""
+        if not self.deterministic:
+            return super().gelu(x, approximate)
+        values = x.float()
+        if approximate == "tanh":
+            inner = (values * values).mul_(0.044715).add_(1).mul_(values)
+            curve = inner.mul_(math.sqrt(2 / math.pi)).tanh_()
+        else:
+            curve = (values * math.sqrt(0.5)).erf_()
+        return curve.add_(1).mul_(values).mul_(0.5).to(x.dtype)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        if not self.deterministic:
+            return super().sigmoid(x)
+        return (-x).exp_().add_(1).reciprocal_()
 
 
 def _check_weight(x: Tensor, weight: Tensor, size: int) -> None:
