@@ -33,8 +33,7 @@ import numpy as np
 import torch
 
 from onestem import LLM, AsyncLLM, SamplingParams
-from onestem.engine.tiers.stores import MOST_READERS
-from onestem.threads import usable_cores
+from onestem.engine.tiers.stores import most_readers
 from onestem_lab.results import RESULTS, device_name, machine, write
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -173,7 +172,7 @@ def _floor(options: argparse.Namespace, folder: Path, size: int) -> Json:
     buffers = [np.empty(path.stat().st_size // 8 * 8, np.uint8) for path in files]
     for buffer in buffers:
         buffer.fill(1)
-    readers = min(MOST_READERS, usable_cores())
+    readers = most_readers()
     with ThreadPoolExecutor(readers) as threads:
         for _ in range(3):
             began = time.perf_counter()

@@ -18,7 +18,6 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ __all__ = ["DiskStore", "HostStore"]
 
 FORMAT = "onestem kv 4"
 PLACES = 509  # words of a checksum: a prime, since files and disks are damaged by pages
-ROWS_AT_ONCE = 1024  # that are read, then summed: with fewer, many readers wait for the interpreter
 MOST_HEADER = 1 << 16  # bytes
 WRITERS = 4  # stores that may fill what one of them has seen free
 FREED = 32  # a full folder gets so much of its budget free again: a part
@@ -179,14 +177,15 @@ class DiskStore:
                 if os.fstat(file.fileno()).st_size != 8 + length + max(ends):
                     return False
                 file.seek(8 + length + here["data_offsets"][0])
-                # What is cut meanwhile leaves other bytes there, of another checksum.
-                checksum = _checksum(into, lambda data: file.readinto(data.data))
-                return bool(metadata.get(part) == checksum)
+                # In one call, and summed in one: between two the thread waits for the interpreter.
+                if file.readinto(_bytes(into).data) != into.nbytes:
+                    return False
         except (
             OSError, ValueError, LookupError, TypeError, AttributeError, struct.error,
             RecursionError,
         ):  # fmt: skip
             return False
+        return bool(metadata.get(part) == _checksum(into))
 
     def put(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
         """Write rows of tokens (int32 `[n]`): readers find all or nothing. False: no room."""
@@ -282,17 +281,10 @@ def _bytes(tensor: Tensor) -> np.ndarray:
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def _checksum(tensor: Tensor, fill: Callable[[np.ndarray], object] = lambda data: None) -> str:
+def _checksum(tensor: Tensor) -> str:
     """CRC-32 of the sums of all words by their place in rows of `PLACES`: as fast as memory is
-    read. Any flipped bit changes one; so do words that change places, unless whole rows apart.
-    `fill` is called with each `ROWS_AT_ONCE` rows before they are summed."""
+    read. Any flipped bit changes one; so do words that change places, unless whole rows apart."""
     data = _bytes(tensor)
-    row = 8 * PLACES
-    whole = len(data) // row * row
-    sums = np.zeros(PLACES, np.uint64)
-    for first in range(0, whole, ROWS_AT_ONCE * row):
-        part = data[first : min(first + ROWS_AT_ONCE * row, whole)]
-        fill(part)
-        sums += part.view(np.uint64).reshape(-1, PLACES).sum(0)
-    fill(data[whole:])
+    whole = len(data) // (8 * PLACES) * 8 * PLACES
+    sums = data[:whole].view(np.uint64).reshape(-1, PLACES).sum(0)
     return f"{zlib.crc32(sums.data, zlib.crc32(data[whole:].data)):08x}"

@@ -209,7 +209,10 @@ class PrefixTiers:
             room -= size * stores.bytes_per_token
             if one.end > at and room >= 0:
                 wanted.append((one.piece.name, size))
-        return stores.read(wanted) if sum(size for _, size in wanted) >= LEAST_TOKENS else []
+        if sum(size for _, size in wanted) < LEAST_TOKENS:
+            return []
+        # What the other groups of a job go on in is read beside.
+        return stores.read(wanted, least=1 if request.group is None else stores.rates.num_readers)
 
     def read_ahead(
         self, requests: Iterable[Request], read: Callable[[Request], list[Future[Tensor | None]]]

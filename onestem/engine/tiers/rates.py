@@ -9,7 +9,7 @@ __all__ = ["CopyRates"]
 LARGE_STEP = 256  # rows of prompts; steps with fewer wait for the weights
 MEASURED_ROWS = 4096  # at once: a step that is noticed late makes the one after it look short
 FADING = 0.95  # of the best rate of computing, with each that is measured
-READ_SECONDS = 10.0  # after which a reader's rate may be another
+READ_SECONDS = 2.0  # after which a reader's rate may be another
 
 
 class CopyRates:

@@ -112,10 +112,13 @@ class TierStores:
             self._probe = time.monotonic(), probe
         return False
 
-    def read(self, wanted: Sequence[tuple[str, int]]) -> list[Future[Tensor | None]]:
-        """Begin to read what is on the disk alone (names, tokens) if that pays."""
+    def read(
+        self, wanted: Sequence[tuple[str, int]], *, least: int = 1
+    ) -> list[Future[Tensor | None]]:
+        """Begin to read what is on the disk alone (names, tokens) if that pays; `least`: pieces
+        that will be read at once, with others' to come."""
         now = {name for name, one in list(self.reading.items()) if not one.done()}
-        beside = len(now.union(name for name, _ in wanted))
+        beside = max(least, len(now.union(name for name, _ in wanted)))
         return [
             self._read(name, num_tokens)
             for name, num_tokens in wanted
