@@ -24,7 +24,8 @@ def _request(
 ) -> dict[str, Any]:
     return {
         "id": f"cmpl-{number}", "key": "alice", "app": None, "endpoint": "completions",
-        "time": START + number, "prompt_tokens": 900, "cached_tokens": cached, "output_tokens": 40,
+        "time": START + number, "prompt_tokens": 900, "cached_tokens": cached,
+        "host_tokens": 0, "disk_tokens": 0, "output_tokens": 40,
         "ttft": 0.11, "tpot": 0.031, "seconds": 1.3, "finish": "stop", "reuse": reuse, **other,
     }  # fmt: skip
 
@@ -80,6 +81,7 @@ def state(seconds: int = 120, **changes: Any) -> dict[str, Any]:
         "queue": {"waiting": 3, "running": 12, "limit": 1024, "by_key": []},
         "totals": {
             "requests": 100, "prompt_tokens": 1000000, "cached_tokens": 800000,
+            "host_tokens": 0, "disk_tokens": 0,
             "computed_tokens": 200000, "output_tokens": 50000, "num_preempted": 4, "refused": 2,
             "aborted": 1, "failed": 0, "steps": 1000, "shared_read_tokens": 123,
         },

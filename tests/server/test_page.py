@@ -172,6 +172,20 @@ def test_tables_and_tiles(page):
     assert "embedded, float32 on cpu" in text(browser, "model")
 
 
+def test_tiers_are_told_apart(page):
+    browser, stub = page
+    more = state()
+    for shown in (more["totals"], more["requests"][0]):
+        shown |= {"host_tokens": shown["cached_tokens"] // 4, "disk_tokens": 0}
+    more["totals"]["disk_tokens"] = 100000
+    stub.say(more)
+    told = "the cache: 50% from KV memory, 20% from host memory, 10% from files"
+    until(browser, lambda: f"80%\nof all prompt tokens came from {told}" in text(browser, "tiles"))
+    rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#requests tbody tr")]
+    assert rows[0].endswith("Copied back: 203 from host memory.")
+    assert not any("Copied back" in row for row in rows[1:])
+
+
 def test_lines_grow_with_the_seconds_that_events_bring(page):
     browser, stub = page
     points = (

@@ -345,6 +345,7 @@ def test_a_restart_finds_prefixes_on_the_disk(tmp_path, tiny_model, number):
             answers.append(server.http.post("/v1/completions", json=body).json())
             if answers[1:]:
                 metrics = server.http.get("/metrics").text
+                page = server.http.get("/internal/state").json()
             server.command.until(lambda: any((tmp_path / "kv").glob("*.safetensors")), WAIT)
             server.command.send(number)
             server.command.wait(WAIT)
@@ -355,3 +356,5 @@ def test_a_restart_finds_prefixes_on_the_disk(tmp_path, tiny_model, number):
     assert (details["cached_tokens"], details["disk_tokens"]) == (249, 249)
     line = next(one for one in metrics.splitlines() if one.startswith("onestem_disk_prompt"))
     assert line.endswith(" 249.0")
+    for shown in (page["totals"], page["requests"][0]):
+        assert (shown["cached_tokens"], shown["host_tokens"], shown["disk_tokens"]) == (249, 0, 249)

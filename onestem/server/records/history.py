@@ -25,10 +25,8 @@ SERIES = (
     *("running", "waiting", "kv_used_tokens"),
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"),
 )
-TOTALS = (
-    *("requests", "prompt_tokens", "cached_tokens", "output_tokens"),
-    *("refused", "aborted", "failed"),
-)
+TOKENS = ("prompt_tokens", "cached_tokens", "host_tokens", "disk_tokens", "output_tokens")
+TOTALS = ("requests", *TOKENS, "refused", "aborted", "failed")
 
 # The text of a token, to explain where a match ended.
 TokenText = Callable[[int], str | None]
@@ -104,8 +102,9 @@ class History:
     ) -> None:
         first, each = call.latencies(metrics)
         self._latencies.append((self._clock(), first, each))
-        for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
-            self.totals[name] += getattr(metrics, f"num_{name}")
+        tokens = {name: getattr(metrics, f"num_{name}") for name in TOKENS}
+        for name, count in tokens.items():
+            self.totals[name] += count
         self.calls.appendleft(
             {
                 "id": call.requests[part].request_id,
@@ -113,9 +112,7 @@ class History:
                 "app": call.app or None,
                 "endpoint": "completions" if call.kind == "completion" else call.kind,
                 "time": call.created,
-                "prompt_tokens": metrics.num_prompt_tokens,
-                "cached_tokens": metrics.num_cached_tokens,
-                "output_tokens": metrics.num_output_tokens,
+                **tokens,
                 "ttft": first,
                 "tpot": each,
                 "seconds": call.took,

@@ -4,7 +4,7 @@ import { Chart, memory } from "./charts.js";
 import { chat } from "./chat.js";
 import { at, clock, html, percent, seconds, short, whenChanged } from "./dom.js";
 import { follow, History } from "./feed.js";
-import { jobs, prefixes, requests } from "./tables.js";
+import { copied, jobs, prefixes, requests } from "./tables.js";
 import { Tree } from "./tree.js";
 
 const history = new History();
@@ -60,11 +60,18 @@ function tiles() {
     [`${short(queue.waiting)}`, `waiting, of ${short(queue.limit)} at most`],
     [seconds(last("ttft_p50")), "to the first token, median"],
     [seconds(last("tpot_p50")), "per token, median"],
-    [percent(totals.cached_tokens, totals.prompt_tokens), "of all prompt tokens came from KV memory"],
+    [percent(totals.cached_tokens, totals.prompt_tokens), `of all prompt tokens came from ${origins()}`],
     [short(totals.shared_read_tokens ?? 0), "reads of stored tokens saved: one read served several sequences"],
     [percent(kv.total_tokens - kv.free_tokens, kv.total_tokens), "of KV memory in use"],
     [short(totals.requests), `requests; ${short(totals.refused)} refused, ${short(totals.failed)} failed, ${short(totals.num_preempted)} preempted`],
   ];
+}
+
+function origins() {
+  const { cached_tokens: cached, prompt_tokens: all, ...totals } = state.totals;
+  const below = copied(totals, (count) => percent(count, all));
+  const inMemory = cached - totals.host_tokens - totals.disk_tokens;
+  return below ? `the cache: ${percent(inMemory, all)} from KV memory, ${below}` : "KV memory";
 }
 
 // Who is away matters more than any figure: it is said above everything.

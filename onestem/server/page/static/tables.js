@@ -60,14 +60,23 @@ function reuse(request) {
   return html("span", {}, bar, ...explanation(request));
 }
 
+// Tokens of the tiers below KV memory, as far as there are any.
+export const copied = ({ host_tokens: host, disk_tokens: disk }, show) =>
+  [[host, "host memory"], [disk, "files"]]
+    .filter(([count]) => count)
+    .map(([count, tier]) => `${show(count)} from ${tier}`)
+    .join(", ");
+
 // What was shared, and where and why the match ended, as text and quotations.
-export function explanation({ prompt_tokens: prompt, reuse: found }) {
+export function explanation(request) {
+  const { prompt_tokens: prompt, reuse: found } = request;
   if (found === null) return ["Nothing was looked up: sharing is off, or the request never ran."];
   const { matched_tokens: matched, source } = found;
   const start = matched
     ? [`${matched} of ${prompt} prompt tokens shared with ${origin(source)}; `]
     : [`Nothing of ${prompt} prompt tokens shared; `];
-  return [...start, ...ending(found, prompt)];
+  const below = copied(request, String);
+  return [...start, ...ending(found, prompt), below && ` Copied back: ${below}.`];
 }
 
 const origin = (source) => (source === "earlier request" ? "an earlier request" : source === "none" ? "others" : source);
