@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from onestem.adapters.messages_write import Messages
 from onestem.checked import EXPECTED, Object, check, show, without_nulls
 from onestem.errors import RequestError
-from onestem.openai.read import Asked, Prompt, read_body
+from onestem.openai.read import Asked, Prompt, names_conversation, read_body
 from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CallFields, ToolName
 from onestem.request import Text
 
@@ -38,7 +38,7 @@ def of_type(*kinds: str, default: str | None = None) -> BeforeValidator:
 
 class _Cached(Object):
     cache_control: dict[str, Any] | None = None
-    """A hint; all prompts are cached."""
+    """What is computed is kept as that of a conversation."""
 
 
 class TextBlock(_Cached):
@@ -237,7 +237,12 @@ def read_messages(body: Mapping[str, Any]) -> Asked:
             "continue_final_message": _is_begun(fields.messages[-1]) or None,
         },
     )
-    return replace(asked, include_usage=True, dialect=Messages(fields.max_tokens))
+    return replace(
+        asked,
+        in_conversation=names_conversation(body),
+        include_usage=True,
+        dialect=Messages(fields.max_tokens),
+    )
 
 
 def read_count(body: Mapping[str, Any]) -> tuple[Prompt, str | None]:

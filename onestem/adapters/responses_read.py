@@ -237,7 +237,7 @@ _ECHOED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls
            "previous_response_id", "reasoning", "temperature", "text", "tool_choice", "tools",
            "top_p", "user")  # fmt: skip
 _SAME = ("model", "cache_salt", "timeout", "stream", "temperature", "top_p", "top_k", "seed",
-         "prefix", "parallel_tool_calls", "chat_template_kwargs")  # fmt: skip
+         "prefix", "prompt_cache_key", "parallel_tool_calls", "chat_template_kwargs")  # fmt: skip
 
 
 def read_responses(body: Mapping[str, Any], recall: Recall, keep: Keep) -> Asked:

@@ -7,10 +7,15 @@ import math
 from typing import Protocol
 
 from onestem.cache.pages import PagePool
+from onestem.cache.pauses import Pauses
 from onestem.cache.run import Run
 
 SWEEP = 256  # heap entries from which stale ones are removed
 MEMORY = 2.0  # turnovers after which an observation counts half
+UNKNOWN = 1 / 16  # turnovers of all pages for which a guess counts beside what was seen
+CLEARLY = 2.0  # how much less likely a use of a younger run must be than of an older one
+
+_Entry = tuple[float, int, int, int, "Run", "Keeper"]
 
 
 class Keeper(Protocol):
@@ -55,6 +60,10 @@ class IdleRuns:
     or one did, as in a conversation. The second kind is the unit (p = 1), so its runs are evicted
     least recently used first. Of runs released together, the one that ends last goes first.
 
+    The second kind are first prompts and later turns of conversations, of which each has its own
+    pauses (`Pauses`). The older of both kinds' oldest runs goes, unless a use of the other one is
+    clearly less likely.
+
     Attributes:
         clock: counts releases.
         turnovers: time, as above.
@@ -65,21 +74,29 @@ class IdleRuns:
         self.clock = 0
         self.turnovers = 0.0
         self._fresh, self._shared = Kind(), Kind()
-        self._heap: list[tuple[float, int, int, int, Run, Keeper]] = []
+        self._first, self._turns = Pauses(), Pauses()
+        self._heaps: tuple[list[_Entry], ...] = ([], [], [])  # of these, and of shared runs
         self._sweep_at = SWEEP
 
     def use(self, run: Run, *, beside: bool) -> None:
         """Note that a sequence continues a run; `beside`: continuations of others are stored."""
-        if (kind := self._kind(run)) is not None:
-            kind.used += len(run.pages)
+        self._count(run, len(run.pages), used=True)
         run.is_continued = True
         run.is_shared = run.is_shared or beside
 
-    def _kind(self, run: Run) -> Kind | None:
-        """The kind of a run; None: one sequence continued it, which says nothing about others."""
-        if run.is_shared:
-            return self._shared
-        return None if run.is_continued else self._fresh
+    def _count(self, run: Run, pages: int, *, used: bool) -> None:
+        """Count pages that were used or evicted. That one sequence continued a run says nothing of
+        others."""
+        if run.is_continued and not run.is_shared:
+            return
+        kind = self._shared if run.is_shared else self._fresh
+        kind.used += pages * used
+        kind.lost += pages * (not used)
+        if not run.is_shared and run.pins <= used:  # who uses it has pinned it
+            self._pauses(run).note(pages, self.turnovers - run.rank, used=used)
+
+    def _pauses(self, run: Run) -> Pauses:
+        return self._turns if run.is_turn or run.is_continued else self._first
 
     def let_go(self, run: Run) -> None:
         """Rank a run that nobody holds any more."""
@@ -93,20 +110,43 @@ class IdleRuns:
 
     def note(self, run: Run, keeper: Keeper) -> None:
         """Enter a run that may be evicted. Entries that are stale by then are skipped."""
-        if len(self._heap) >= self._sweep_at:
+        if sum(map(len, self._heaps)) >= self._sweep_at:
             self._sweep()
-        heapq.heappush(self._heap, (run.rank, run.last_used, -run.end, run.uid, run, keeper))
+        which = 2 if run.is_shared else self._pauses(run) is self._turns
+        heap = self._heaps[which]
+        heapq.heappush(heap, (run.rank, run.last_used, -run.end, run.uid, run, keeper))
 
     def _sweep(self) -> None:
         """Drop entries of runs that were used again: without evictions nothing else does."""
-        self._heap = [e for e in self._heap if e[4].pins == 0 and e[4].last_used == e[1]]
-        heapq.heapify(self._heap)
-        self._sweep_at = max(SWEEP, 2 * len(self._heap))
+        for heap in self._heaps:
+            heap[:] = filter(_is_idle, heap)
+            heapq.heapify(heap)
+        self._sweep_at = max(SWEEP, 2 * sum(map(len, self._heaps)))
+
+    def rate(self, run: Run) -> float:
+        """Uses per page and turnover that are expected of an idle run that is not shared."""
+        both = self._first, self._turns
+        weight = UNKNOWN * max(1, self.pool.num_available)
+        used, waited = sum(one.used[0] for one in both), sum(one.waited[0] for one in both)
+        guess = float(used + 1) / (float(waited) + weight)
+        return self._pauses(run).rate(self.turnovers - run.rank, guess, weight)
+
+    def _next(self) -> list[_Entry]:
+        """The heap of which the first run goes next; an empty one: there is none."""
+        for heap in self._heaps:
+            while heap and not _is_idle(heap[0]):
+                heapq.heappop(heap)
+        *others, shared = self._heaps
+        others = sorted((heap for heap in others if heap), key=lambda heap: heap[0])
+        if not others or (shared and shared[0] < others[0][0]):
+            return shared
+        rates = [self.rate(heap[0][4]) for heap in others]
+        return others[-1] if CLEARLY * rates[-1] < rates[0] else others[0]
 
     def evict_one(self, pages: int) -> bool:
         """Free at least `pages` pages, or all, of the next run; False if there is none."""
-        while self._heap:
-            _, last_used, _, _, run, keeper = heapq.heappop(self._heap)
+        while heap := self._next():
+            _, last_used, _, _, run, keeper = heapq.heappop(heap)
             available = max(1, self.pool.num_available)
             lost = keeper.evict(run, last_used, pages)
             if lost:
@@ -115,8 +155,14 @@ class IdleRuns:
         return False
 
     def _note_lost(self, run: Run, pages: int, turnovers: float) -> None:
+        self._count(run, pages, used=False)
         self.turnovers += turnovers
-        if (kind := self._kind(run)) is not None:
-            kind.lost += pages
-        for one in (self._fresh, self._shared):
-            one.fade(2 ** (-turnovers / MEMORY))
+        for kind in (self._fresh, self._shared):
+            kind.fade(2 ** (-turnovers / MEMORY))
+        for pauses in (self._first, self._turns):
+            pauses.fade(turnovers)
+
+
+def _is_idle(entry: _Entry) -> bool:
+    """Whether its run was not used since it was entered."""
+    return entry[4].pins == 0 and entry[4].last_used == entry[1]

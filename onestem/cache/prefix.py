@@ -76,13 +76,16 @@ class PrefixCache:
         self.pin(node)
         return node
 
-    def note_use(self, node: Run, owner: object) -> None:
-        """Note that a sequence continues the last run of its path that it need not compute."""
-        own = 0
+    def note_use(self, node: Run, owner: object, *, in_conversation: bool = False) -> None:
+        """Note that a sequence continues the last run of its path that it need not compute, and
+        whether the others are a conversation's."""
+        own = []
         while node.owner is owner and node.computed == 0 and node.parent is not None:
-            own = self.tree.holds(node)
+            own.append(node)
             node = node.parent
-        self.idle.use(node, beside=len(node.children) > own)
+        self.idle.use(node, beside=len(node.children) > (bool(own) and self.tree.holds(own[-1])))
+        for run in own:
+            run.is_turn = in_conversation or node.answer_at <= node.end
 
     def branch(
         self, parent: Run, tokens: Sequence[int], owner: object, label: Label = PLAIN[0].label
@@ -91,6 +94,7 @@ class PrefixCache:
         run = self._new_run(tokens, parent, owner, label, private=True)
         run.pins = 1
         run.is_wanted = parent.is_wanted
+        run.is_turn = parent.is_turn
         parent_path = parent.path()
         for node in parent_path:
             node.pins += 1

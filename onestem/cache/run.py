@@ -31,6 +31,7 @@ class Run(Node):
         rank: set then; of runs that nobody holds, the lowest is evicted first.
         is_continued: a sequence has continued from its end.
         is_shared: a second one has.
+        is_turn: it goes on from an earlier answer, or from the prompt before it.
         is_wanted: a request may come back to it, though nothing has continued from it yet.
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
@@ -41,6 +42,7 @@ class Run(Node):
         "grows",
         "is_continued",
         "is_shared",
+        "is_turn",
         "is_wanted",
         "last_used",
         "offset",
@@ -72,7 +74,7 @@ class Run(Node):
         self.answer_at = NO_ANSWER
         self.last_used = 0
         self.rank = 0.0
-        self.is_continued = self.is_shared = self.is_wanted = False
+        self.is_continued = self.is_shared = self.is_turn = self.is_wanted = False
         self.uid = next(Run._uids)
         self.pool: PagePool | None = None
 
@@ -88,6 +90,7 @@ class Run(Node):
         upper.pins, upper.last_used, upper.rank = self.pins, self.last_used, self.rank
         upper.is_continued, upper.is_shared = True, self.is_shared
         upper.is_wanted = self.is_wanted
+        upper.is_turn = self.is_turn
         upper.answer_at = self.answer_at
         upper.offset = self.offset
         upper.computed = min(self.computed, at)

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from onestem.checked import check, read_json, show, without_nulls
@@ -148,6 +149,7 @@ class Asked:
         ranking: how the documents in the prompts are judged; None: there are none.
         return_token_ids: put token ids beside the texts of the answer.
         prefix: name of the prefix that precedes each prompt.
+        in_conversation: see `names_conversation`.
         timeout: seconds; None: the server's.
         dialect: how its answer is written; None: as OpenAI's.
         is_free: whether the body asks for no format of its answers.
@@ -163,6 +165,7 @@ class Asked:
     include_usage: bool = False
     prefix: str | None = None
     cache_salt: str = ""
+    in_conversation: bool = False
     timeout: float | None = None
     tools: Tools | None = None
     echo: Echo | None = None
@@ -282,6 +285,17 @@ SERVER_FIELDS: Mapping[str, object] = {
 }
 
 
+def names_conversation(body: Mapping[str, Any]) -> bool:
+    """Whether a checked body says that what it computes will be wanted again, by
+    `prompt_cache_key` or `cache_control`."""
+    messages = [body, *body.get("messages", ())]
+    lists = [body.get("tools"), body.get("system"), *(one.get("content") for one in messages)]
+    parts = chain.from_iterable(found for found in lists if isinstance(found, list))
+    return body.get("prompt_cache_key") is not None or any(
+        part.get("cache_control") for part in chain(messages, parts) if isinstance(part, Mapping)
+    )
+
+
 def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
     """Read the body of an HTTP call; raises `RequestError` if it can never be answered."""
     if kind == "score":
@@ -314,6 +328,7 @@ def read_body(kind: Kind, body: Mapping[str, Any]) -> Asked:
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         prefix=fields.prefix,
         cache_salt=fields.cache_salt or "",
+        in_conversation=names_conversation(given),
         timeout=fields.timeout,
         tools=_tools(fields) if isinstance(fields, ChatFields) else None,
         echo=echo,

@@ -73,7 +73,7 @@ class TextPart(_Sent):
     text: str
 
     cache_control: dict[str, Any] | None = None
-    """A label: what prompts have in common is kept in any case."""
+    """What is computed is kept as that of a conversation."""
 
 
 class CalledFunction(_Sent):
@@ -276,6 +276,8 @@ class _Fields(CallFields):
 
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    """What is computed is kept as that of a conversation."""
+
     safety_identifier: str | None = None
 
 

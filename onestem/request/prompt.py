@@ -38,6 +38,7 @@ class Request:
         common_prefix_tokens: number of the prompt's first tokens without salt: a prefix for all.
         common_modules: the modules that a prompt in PML imports have no salt: a schema for all.
         priority: a `job`'s request runs in what `interactive` ones leave free.
+        in_conversation: its caller says that it begins or continues a conversation.
         prefilled_tokens: number of the prompt's last tokens that a chat template writes before an
             answer but not before the same answer in a later prompt (an empty `<think></think>`).
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
@@ -59,6 +60,7 @@ class Request:
     common_prefix_tokens: int = 0
     common_modules: bool = False
     priority: Priority = "interactive"
+    in_conversation: bool = False
     prefilled_tokens: int = 0
     group: int | None = None
     group_prefix_tokens: int = 0

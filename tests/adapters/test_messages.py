@@ -61,6 +61,32 @@ def test_hints_and_what_changes_with_each_request_do_not_reach_the_prompt():
     assert prompt(messages=late) == chat(messages=late)
 
 
+def test_hints_mark_a_conversation():
+    hint = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "a"}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    for marked, changes in (
+        (False, {}),
+        (False, {"system": [part], "tools": [tool], **said("user", part)}),
+        (False, {"system": [{**part, "cache_control": None}]}),
+        (True, hint),
+        (True, {"system": [part, part | hint]}),
+        (True, {"tools": [tool | hint]}),
+        (True, said("user", part | hint)),
+    ):
+        assert read_messages({**SMALL, **changes}).in_conversation == marked, changes
+    of_chats = {"type": "function", "function": {"name": "f"}}
+    for changes in (
+        {"prompt_cache_key": "k"},
+        {"tools": [of_chats | hint]},
+        {"messages": [{"role": "user", "content": [part | hint]}]},
+    ):
+        plain = {"messages": [USER]}
+        assert not read_body("chat", plain).in_conversation
+        assert read_body("chat", {**plain, **changes}).in_conversation, changes
+    assert read_body("completion", {"prompt": "a", "prompt_cache_key": "k"}).in_conversation
+
+
 def test_the_answer_goes_on_from_a_last_text():
     begun = [USER, {"role": "assistant", "content": "It is"}]
     assert prompt(messages=begun) == chat(messages=begun, continue_final_message=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onestem.cache import PagePool, PrefixCache, Run
-from onestem.cache.idle import Kind
+from onestem.cache.idle import IdleRuns, Kind
 from onestem.errors import CacheError
 
 
@@ -226,11 +228,12 @@ def test_a_run_loses_its_end_and_keeps_its_beginning():
     cache.check()
 
 
-def ask(cache: PrefixCache, tokens) -> Run:
+def ask(cache: PrefixCache, tokens, *, marked: bool = False) -> Run:
     """A request that is admitted, computed and answered with nothing: where it left the tree."""
     run = cache.attach(ids(tokens), len(tokens) - 1, "ask")
-    cache.note_use(run, "ask")
+    cache.note_use(run, "ask", in_conversation=marked)
     parent = run.parent
+    run.answer_at = run.end
     assert compute(cache, run)
     cache.unpin(run)
     return parent
@@ -287,6 +290,56 @@ def test_conversations_go_least_recently_used_first():
         heads = {run.tokens[0] // 1000 for run in cache.tree if run.parent is cache.root}
         gone += [i for i in range(6) if i not in heads and i not in gone]
     assert gone == sorted(range(6), key=last.__getitem__)
+
+
+OTHERS = itertools.count(100_000, 1000)
+
+
+def talk(cache: PrefixCache, first: int, pauses, *, marked: bool = False) -> list[int]:
+    """What a conversation finds at each of its turns of 8 tokens, if so many prompts of 40 tokens
+    come after each."""
+    history: list[int] = []
+    found = []
+    for pause in pauses:
+        history += range(first + len(history), first + len(history) + 8)
+        found.append(ask(cache, history, marked=marked).end)
+        for start in itertools.islice(OTHERS, pause):
+            ask(cache, range(start, start + 40))
+        cache.check()
+    return found
+
+
+class OldestFirst(IdleRuns):
+    def rate(self, run: Run) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("order", [IdleRuns, OldestFirst])
+def test_conversations_outlast_prompts_that_nobody_continues(order):
+    pool = PagePool(40, 4)
+    cache = PrefixCache(pool, idle=order(pool))
+    # That it comes back after two of them is learned; then six come, more than memory holds.
+    found = talk(cache, 0, 8 * [2] + 4 * [6])
+    assert found[:9] == [8 * turn for turn in range(9)]
+    assert found[9:] == ([72, 80, 88] if order is IdleRuns else [0, 0, 0])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_first_prompt_that_is_marked_is_kept_as_a_conversation(marked):
+    cache = PrefixCache(PagePool(40, 4))
+    talk(cache, 0, 8 * [2])
+    assert talk(cache, 5000, [6, 0], marked=marked) == [0, 8 * marked]
+
+
+def test_what_differs_within_a_prompt_is_no_turn():
+    cache = PrefixCache(PagePool(40, 4))
+    talk(cache, 0, [0, 0])
+    for tokens, is_turn in (([*range(16), 9, 9], True), ([*range(12), 9, 9], False),
+                            ([*range(7), 9], False), (range(8), False)):  # fmt: skip
+        run = cache.attach(ids(tokens), len(tokens) - 1, "ask")
+        cache.note_use(run, "ask")
+        assert run.is_turn == is_turn, tokens
+        cache.unpin(run)
 
 
 def test_chances_of_what_is_long_ago():

@@ -7,6 +7,7 @@ says.
 
 whole_runs: least recently used, a run at a time.
 lru: the same, a few pages at a time.
+kinds: what several sequences continued is kept longer, as far as it was used more.
 saved: as `onestem.cache.idle` has it.
 oracle: what is wanted last goes first.
 cached_first: as `saved`; of the requests that wait, who has least to compute is admitted first.
@@ -25,7 +26,7 @@ import numpy as np
 
 from onestem.cache import PagePool
 from onestem.cache.idle import IdleRuns
-from onestem_lab.eviction.policies import LeastRecentlyUsed, Oracle, WholeRuns
+from onestem_lab.eviction.policies import Kinds, LeastRecentlyUsed, WholeRuns, run_oracle
 from onestem_lab.eviction.simulate import CachedFirst, Result, Simulation
 from onestem_lab.eviction.traces import TRACES, Ask
 from onestem_lab.results import RESULTS, write
@@ -33,6 +34,7 @@ from onestem_lab.results import RESULTS, write
 POLICIES: dict[str, Callable[[PagePool], IdleRuns]] = {
     "whole_runs": WholeRuns,
     "lru": LeastRecentlyUsed,
+    "kinds": Kinds,
     "saved": IdleRuns,
 }
 
@@ -86,12 +88,8 @@ def measure(name: str, seed: int) -> list[dict[str, Any]]:
 def compare(asks: list[Ask], memory: int) -> dict[str, Result]:
     """What each policy computes of a trace."""
     results = {name: Simulation(asks, memory, idle).run() for name, idle in POLICIES.items()}
-    times = results["whole_runs"].admitted
-    last = Simulation(asks, memory, lambda pool: Oracle(pool, asks, times))
-    assert isinstance(last.idle, Oracle)
-    last.idle.admitted = last.result.admitted
     return results | {
-        "oracle": last.run(),
+        "oracle": run_oracle(asks, memory, results["whole_runs"].admitted),
         "cached_first": CachedFirst(asks, memory, IdleRuns).run(),
     }
 

@@ -10,12 +10,20 @@ import numpy as np
 from onestem.cache import ModuleRun, PagePool, Run
 from onestem.cache.idle import IdleRuns, Keeper
 from onestem.tree import Label, Node, RadixTree
+from onestem_lab.eviction.simulate import Result, Simulation
 from onestem_lab.eviction.traces import Ask
 
-__all__ = ["LeastRecentlyUsed", "Oracle", "WholeRuns"]
+__all__ = ["Kinds", "LeastRecentlyUsed", "WholeRuns", "run_oracle"]
 
 
-class LeastRecentlyUsed(IdleRuns):
+class Kinds(IdleRuns):
+    """Shared runs against others, and nothing learned of pauses."""
+
+    def rate(self, run: Run) -> float:
+        return 0.0
+
+
+class LeastRecentlyUsed(Kinds):
     """By time alone, as many pages as are wanted."""
 
     def rank(self, run: Run) -> float:
@@ -50,7 +58,7 @@ class _Known(Node):
         return upper
 
 
-class Oracle(IdleRuns):
+class Oracle(Kinds):
     """What is wanted last goes first (Belady's MIN; of a tree's leaves it is the best choice, since
     nobody wants a run without what is above it, and pages cost about the same).
 
@@ -107,3 +115,11 @@ class Oracle(IdleRuns):
                 return None, 0
             at, inside = at + len(known), inside + len(known)
         return node, inside
+
+
+def run_oracle(asks: list[Ask], memory: int, times: Mapping[Ask, float]) -> Result:
+    """A trace as `Oracle` has it, with the times of a simulation before."""
+    simulation = Simulation(asks, memory, lambda pool: Oracle(pool, asks, times))
+    assert isinstance(simulation.idle, Oracle)
+    simulation.idle.admitted = simulation.result.admitted
+    return simulation.run()

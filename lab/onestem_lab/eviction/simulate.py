@@ -151,6 +151,7 @@ class Simulation:
             prompt_token_ids=prompt,
             params=SamplingParams(max_tokens=len(ask.answer), temperature=0, ignore_eos=True),
             pml=_compiled(ask) if ask.modules else None,
+            in_conversation=ask.marked,
             group=ask.group,
             group_prefix_tokens=ask.group_prefix,
             priority="interactive" if ask.group is None else "job",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["TRACES", "Ask", "Trace"]
+__all__ = ["TRACES", "Ask", "Ids", "Trace", "ids", "zipf"]
 
 Ids = np.ndarray
 VOCAB = 1 << 30  # two draws are never alike
@@ -21,6 +21,7 @@ class Ask:
         prompt, answer: int32 ids. With modules, what the prompt computes itself.
         seconds: when it comes; with `after`, how long after that one's answer.
         modules: (name, tokens) of what it imports.
+        marked: it says that it begins a conversation.
         group, group_prefix: of a planned job, and its prefix's tokens.
     """
 
@@ -29,6 +30,7 @@ class Ask:
     seconds: float = 0.0
     after: Ask | None = None
     modules: tuple[tuple[str, int], ...] = ()
+    marked: bool = False
     group: int | None = None
     group_prefix: int = 0
 
@@ -44,11 +46,11 @@ class Trace:
     memories: tuple[int, ...]
 
 
-def _ids(rng: np.random.Generator, count: float) -> Ids:
+def ids(rng: np.random.Generator, count: float) -> Ids:
     return rng.integers(0, VOCAB, max(1, int(count)), dtype=np.int32)
 
 
-def _zipf(count: int, exponent: float = 1.0) -> np.ndarray:
+def zipf(count: int, exponent: float = 1.0) -> np.ndarray:
     """float64 `[count]`: probabilities that fall with the rank."""
     weights = np.arange(1, count + 1) ** -exponent
     return weights / weights.sum()
@@ -62,10 +64,8 @@ def _conversation(
     asks, history = [], system
     for turn in range(turns):
         is_question = turn % 3 == 0
-        history = np.concatenate(
-            (history, _ids(rng, 95 if is_question else rng.integers(100, 380)))
-        )
-        answer = _ids(rng, rng.integers(6, 20))
+        history = np.concatenate((history, ids(rng, 95 if is_question else rng.integers(100, 380))))
+        answer = ids(rng, rng.integers(6, 20))
         if turn == 0:
             ask = Ask(history, answer, first.seconds, first.after)
         else:
@@ -78,7 +78,7 @@ def _conversation(
 
 def agents_at_once(rng: np.random.Generator) -> list[Ask]:
     """As `onestem_lab.serve.agents`: 16 conversations at a time, and nobody thinks."""
-    systems = [_ids(rng, 3060) for _ in range(3)]
+    systems = [ids(rng, 3060) for _ in range(3)]
     lanes: list[Ask | None] = [None] * 16
     asks: list[Ask] = []
     for number in range(100):
@@ -92,11 +92,11 @@ def agents_at_once(rng: np.random.Generator) -> list[Ask]:
 
 def agents(rng: np.random.Generator) -> list[Ask]:
     """Conversations begin at random; users think."""
-    systems = [_ids(rng, tokens) for tokens in (1000, 2000, 3000, 4000, 6000)]
+    systems = [ids(rng, tokens) for tokens in (1000, 2000, 3000, 4000, 6000)]
     asks: list[Ask] = []
     for start in np.cumsum(rng.exponential(3.0, 100)):
         first = Ask(systems[0], systems[0], float(start))
-        system = systems[rng.choice(5, p=_zipf(5))]
+        system = systems[rng.choice(5, p=zipf(5))]
         turns = int(rng.integers(3, 13))
         asks += _conversation(rng, system, first, turns, (2.0, 30.0))
     return asks
@@ -108,44 +108,44 @@ def drift(rng: np.random.Generator) -> list[Ask]:
     systems: list[Ids] = []
     for number, start in enumerate(np.cumsum(rng.exponential(3.0, 100))):
         if number % 20 == 0:
-            systems = [_ids(rng, tokens) for tokens in (1000, 2000, 3000, 4000, 6000)]
+            systems = [ids(rng, tokens) for tokens in (1000, 2000, 3000, 4000, 6000)]
         first = Ask(systems[0], systems[0], float(start))
-        asks += _conversation(rng, systems[rng.choice(5, p=_zipf(5))], first, 6, (2.0, 30.0))
+        asks += _conversation(rng, systems[rng.choice(5, p=zipf(5))], first, 6, (2.0, 30.0))
     return asks
 
 
 def documents(rng: np.random.Generator) -> list[Ask]:
     """Long documents that are read once, between few-shot headers that come again."""
-    headers = [_ids(rng, 2000) for _ in range(12)]
-    asks, chances = [], _zipf(len(headers))
+    headers = [ids(rng, 2000) for _ in range(12)]
+    asks, chances = [], zipf(len(headers))
     for start in np.cumsum(rng.exponential(0.5, 600)):
         if rng.random() < 0.3:
-            prompt = _ids(rng, rng.integers(3000, 16000))
+            prompt = ids(rng, rng.integers(3000, 16000))
         else:
             header = headers[rng.choice(len(headers), p=chances)]
-            prompt = np.concatenate((header, _ids(rng, rng.integers(40, 200))))
-        asks.append(Ask(prompt, _ids(rng, 8), float(start)))
+            prompt = np.concatenate((header, ids(rng, rng.integers(40, 200))))
+        asks.append(Ask(prompt, ids(rng, 8), float(start)))
     return asks
 
 
 def prefixes(rng: np.random.Generator) -> list[Ask]:
     """Zipf over 500 prefixes of 200 to 8,000 tokens."""
-    found = [_ids(rng, tokens) for tokens in rng.integers(200, 8001, 500)]
-    asks, chances = [], _zipf(len(found))
+    found = [ids(rng, tokens) for tokens in rng.integers(200, 8001, 500)]
+    asks, chances = [], zipf(len(found))
     for start in np.cumsum(rng.exponential(0.2, 1500)):
         prefix = found[rng.choice(len(found), p=chances)]
-        asks.append(Ask(np.concatenate((prefix, _ids(rng, 64))), _ids(rng, 8), float(start)))
+        asks.append(Ask(np.concatenate((prefix, ids(rng, 64))), ids(rng, 8), float(start)))
     return asks
 
 
 def modules(rng: np.random.Generator) -> list[Ask]:
     """Prompts in PML, of five modules each out of 300 of 50 to 4,000 tokens."""
     sizes = np.exp(rng.uniform(np.log(50), np.log(4000), 300)).astype(int)
-    asks, chances = [], _zipf(len(sizes))
+    asks, chances = [], zipf(len(sizes))
     for start in np.cumsum(rng.exponential(0.3, 1000)):
         chosen = sorted(rng.choice(len(sizes), 5, replace=False, p=chances).tolist())
         imports = tuple((f"m{index}", int(sizes[index])) for index in chosen)
-        asks.append(Ask(_ids(rng, 60), _ids(rng, 8), float(start), modules=imports))
+        asks.append(Ask(ids(rng, 60), ids(rng, 8), float(start), modules=imports))
     return asks
 
 
@@ -153,13 +153,13 @@ def job(rng: np.random.Generator) -> list[Ask]:
     """A planned job of two levels: 8 instructions, 12 documents below each, 16 questions each."""
     asks: list[Ask] = []
     for _ in range(8):
-        instruction = _ids(rng, 1500)
+        instruction = ids(rng, 1500)
         for _ in range(12):
-            document = np.concatenate((instruction, _ids(rng, rng.integers(300, 3000))))
+            document = np.concatenate((instruction, ids(rng, rng.integers(300, 3000))))
             for _ in range(16):
-                prompt = np.concatenate((document, _ids(rng, 50)))
+                prompt = np.concatenate((document, ids(rng, 50)))
                 group = len(asks) // 16
-                asks.append(Ask(prompt, _ids(rng, 8), group=group, group_prefix=len(document)))
+                asks.append(Ask(prompt, ids(rng, 8), group=group, group_prefix=len(document)))
     return asks
 
 

@@ -103,7 +103,8 @@ class Room:
         sequence.order = next(self._orders)
         self._answers.take(sequence.state)
         path = sequence.path(self._cache.tree.num_splits)
-        self._cache.note_use(path[-1], sequence)
+        marked = sequence.state.request.in_conversation
+        self._cache.note_use(path[-1], sequence, in_conversation=marked)
         for one in sequence.imports:
             self._cache.modules.note_use(one.run, sequence)
         prefix = self._pins.admitted(sequence, path)

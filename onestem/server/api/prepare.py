@@ -222,6 +222,7 @@ def _request(
         prompt_token_ids=array("i", ids),
         params=asked.params,
         cache_salt=tenant.salt(asked.cache_salt),
+        in_conversation=asked.in_conversation,
         common_prefix_tokens=common.length(ids) if common is not None else 0,
         **more,
     )
