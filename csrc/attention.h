@@ -168,8 +168,12 @@ struct Kernels {
                          int32_t* ids);
 };
 
-// Positions of a segment (see `make_work`): a multiple of all kernels' tiles.
-constexpr int32_t kSegment = 256;
+// Positions of the segment that a position is in (see `make_work`). First ones are shorter: rows share
+// whole segments, and short prompts would have none.
+constexpr int32_t segment_size(int32_t position) { return position < 512 ? 128 : 256; }
+constexpr int32_t segment_start(int32_t position) {
+  return position / segment_size(position) * segment_size(position);
+}
 
 // Query heads that a thin item multiplies at most with a KV head.
 constexpr int32_t kThinLanes = 8;

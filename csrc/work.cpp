@@ -18,6 +18,10 @@ WorkView WorkList::view(const Plan& plan) const {
 
 namespace {
 
+int32_t next_segment(int32_t position) {
+  return segment_start(position) + segment_size(position);
+}
+
 // Rows that attend to the same pieces, in one item if it is not too wide or too long. Row j sees
 // piece p up to end + j * step.
 struct Unit {
@@ -240,8 +244,6 @@ class GridUnits {
 
   int32_t start_of(const Piece& p) const { return plan_.runs[p.run].position + p.lo; }
   int32_t stop_of(const Piece& p) const { return plan_.runs[p.run].position + p.hi; }
-  static int32_t next_segment(int32_t position) { return (position / kSegment + 1) * kSegment; }
-
   void put_in_order(size_t atom) {
     std::vector<Piece>& walk = walks_[atom];
     std::sort(walk.begin(), walk.end(),
@@ -433,12 +435,12 @@ class Cutter {
     const int64_t head_parts = std::min<int64_t>(heads_.kv_heads, wanted);
     const int64_t length = tokens * head_parts / wanted;
     const Piece& piece = block.pieces[0];
-    const int64_t before = (plan_.runs[piece.run].position + piece.lo) % kSegment;
+    const int32_t first = plan_.runs[piece.run].position + piece.lo;
     int64_t at = 0;
     do {
       const int64_t wished = wanted == head_parts ? tokens : at == 0 ? length : 1;
-      const int64_t segments = (before + at + wished + kSegment - 1) / kSegment;
-      const int64_t end = std::min(tokens, segments * kSegment - before);
+      const int64_t last = std::min(tokens, at + wished) - 1;
+      const int64_t end = std::min<int64_t>(tokens, next_segment(first + static_cast<int32_t>(last)) - first);
       const double part = static_cast<double>(end - at) / static_cast<double>(tokens);
       add_part(block, at, end, head_parts, whole * part / static_cast<double>(head_parts));
       at = end;

@@ -49,7 +49,7 @@ struct WorkList {
 
 // How items may be cut. `share` false: no token is read for rows of two spans together. `grid`: where
 // they are cut depends on positions alone. Tiles lie on the grid; wide items fold them in order, from
-// nothing in each segment of kSegment positions, and the states of segments are folded in order: by
+// nothing in each segment (`segment_size`), and the states of segments are folded in order: by
 // the item that begins with a row's first segment, or by the merge. A row's result then has the same
 // bits whatever the plan's other rows, runs and sharing are.
 struct Rules {

@@ -40,9 +40,8 @@ class FewItem {
     words_ = Products::query_rows(dim);
     width_ = round_up(dim, kWidth);
     queries_ = scratch.take<Element>(kMost * words_);
-    rows_ = scratch.take<Element>(int64_t{kKeys + 8} * words_);
+    rows_ = scratch.take<Element>(int64_t{9} * words_);
     keys_ = scratch.take<Element>(int64_t{kKeys} * words_);
-    values_ = scratch.take<Element>(int64_t{kSteps} * width_);
     scores_ = scratch.take<float>(kMost * kKeys);
     weights_ = scratch.take<Element>(kMost * kSteps);
     now_ = Sums(scratch, kMost, width_);
@@ -110,7 +109,7 @@ class FewItem {
   void attend_tile(Tile& tile, const Tile* next) {
     const int32_t count = round_up(tile.count, larger(kLanes, Products::kKeyStep));
     for (int32_t i = tile.count; i < count; ++i) tile.offsets[i] = tile.offsets[tile.count - 1];
-    pack(tile, count);
+    pack_keys(tile, count);
     Fetch fetch;
     if (next != nullptr) {
       fetch = Fetch(*next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), lanes_ * 2);
@@ -127,23 +126,23 @@ class FewItem {
       fetch();
     }
     for (int32_t lane = 0; lane < lanes_; lane += 2) {
-      lane + 1 < lanes_ ? accumulate<2>(lane, count, rescale) : accumulate<1>(lane, count, rescale);
+      lane + 1 < lanes_ ? accumulate<2>(tile, lane, count, rescale)
+                        : accumulate<1>(tile, lane, count, rescale);
       fetch();
     }
   }
 
-  // Keys [tile / kWidth][words of a head][kWidth], values [head / kWidth][steps of keys][kWidth].
-  void pack(const Tile& tile, int32_t count) {
+  // Keys [tile / kWidth][words of a head][kWidth].
+  void pack_keys(const Tile& tile, int32_t count) {
     const int32_t words = call_->dim / Products::kPack;
-    Products::pack_keys(k_, tile.offsets, count, call_->dim, rows_);
     for (int32_t k = 0; k < count; k += 8) {
       float* to = reinterpret_cast<float*>(keys_ + int64_t{k / kWidth} * kWidth * words_) + k % kWidth;
-      const float* from = reinterpret_cast<const float*>(rows_ + int64_t{k} * words);
+      int64_t stride = words;
+      const Element* eight = Products::eight_keys(k_, tile.offsets + k, call_->dim, rows_, stride);
       for (int32_t w = 0; w < words; w += 8) {
-        transpose8(from + w, words, to + int64_t{w} * kWidth, kWidth);
+        transpose8(reinterpret_cast<const float*>(eight) + w, stride, to + int64_t{w} * kWidth, kWidth);
       }
     }
-    Products::pack_values(v_, tile.offsets, count, call_->dim, values_, kWidth, kSteps * kWidth);
   }
 
   template <int LANES>
@@ -208,16 +207,37 @@ class FewItem {
   }
 
   template <int LANES>
-  void accumulate(int32_t lane, int32_t count, const float* rescale) {
-    for (int32_t d = 0; d < call_->dim; d += kWidth) {
-      vf sums[LANES][kVecs] = {};
-      product<Multiply>(weights_ + lane * kSteps, kSteps, 1, values_ + int64_t{d} * kSteps,
-                        count / Products::kPack, sums);
+  void accumulate(const Tile& tile, int32_t lane, int32_t count, const float* rescale) {
+    int32_t d = 0;
+    for (; d + kWidth <= call_->dim; d += kWidth) {
+      accumulate_at<LANES, kVecs>(tile, lane, count, rescale, d, kLanes);
+    }
+    for (; d < call_->dim; d += kLanes) {
+      accumulate_at<LANES, 1>(tile, lane, count, rescale, d, smaller(kLanes, call_->dim - d));
+    }
+  }
+
+  // Elements d to d + VECS * kLanes - 1 of a head; of the last vector the first n.
+  template <int LANES, int VECS>
+  void accumulate_at(const Tile& tile, int32_t lane, int32_t count, const float* rescale, int32_t d,
+                     int32_t n) {
+    const Element* weights = weights_ + lane * kSteps;
+    vf sums[LANES][VECS] = {};
+    for (int32_t k = 0; k < count; k += Products::kPack, ++weights) {
+      vf values[VECS];
+      for (int v = 0; v < VECS; ++v) {
+        values[v] = Products::values(v_ + d + v * kLanes, tile.offsets + k, n);
+      }
       for (int l = 0; l < LANES; ++l) {
-        for (int v = 0; v < kVecs; ++v) {
-          float* at = now_.out + (lane + l) * width_ + d + v * kLanes;
-          store(at, fma(load(at), all(rescale[lane + l]), sums[l][v]));
+        for (int v = 0; v < VECS; ++v) {
+          sums[l][v] = Multiply::add(weights[l * kSteps], values[v], sums[l][v]);
         }
+      }
+    }
+    for (int l = 0; l < LANES; ++l) {
+      for (int v = 0; v < VECS; ++v) {
+        float* at = now_.out + (lane + l) * width_ + d + v * kLanes;
+        store(at, fma(load(at), all(rescale[lane + l]), sums[l][v]));
       }
     }
   }
@@ -225,7 +245,7 @@ class FewItem {
   const AttentionCall* call_;
   const Item* item_;
   const T *k_, *v_;
-  Element *queries_, *rows_, *keys_, *values_, *weights_;
+  Element *queries_, *rows_, *keys_, *weights_;
   float* scores_;
   Sums now_, before_;  // of the segment, and of those before it
   Tile* tiles_;

@@ -24,13 +24,31 @@ struct DotProducts : LaneProducts<MultiplyPairs, uint32_t, 2> {
   }
 
   static void pack_values(const bf16* pages, const int64_t* offsets, int32_t count, int32_t dim,
-                          uint32_t* to, int32_t width = 8, int64_t panel = kPanel) {
+                          uint32_t* to) {
     for (int32_t i = 0; i < count; i += 2) {
       const bf16 *low = pages + offsets[i], *high = pages + offsets[i + 1];
       for (int32_t d = 0; d < dim; d += 8) {
-        interleave8(low + d, high + d, to + d / width * panel + i / 2 * width + d % width);
+        interleave8(low + d, high + d, to + d / 8 * kPanel + i / 2 * 8);
       }
     }
+  }
+
+  // Eight keys, and how far apart they are, in words: where they are, or copied.
+  static const uint32_t* eight_keys(const bf16* pages, const int64_t* offsets, int32_t dim,
+                                    uint32_t* to, int64_t& stride) {
+    if (dim % 16 == 0 && are_even(offsets, stride) && stride % 2 == 0 && offsets[0] % 2 == 0) {
+      stride /= 2;
+      return reinterpret_cast<const uint32_t*>(pages + offsets[0]);
+    }
+    stride = dim / 2;
+    pack_keys(pages, offsets, 8, dim, to);
+    return to;
+  }
+  // n elements of two keys' values, as pairs.
+  static vf values(const bf16* pages, const int64_t* offsets, int32_t n) {
+    const vi even = _mm512_castps_si512(get(pages + offsets[0], n));
+    const vi odd = _mm512_castps_si512(get(pages + offsets[1], n));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_srli_epi32(even, 16), odd));
   }
 
   // What `weigh` does, key by key: a weight, its packed form, and the sum in the same order.

@@ -32,8 +32,7 @@ struct MultiplyFloat {
 
 // Where packed operands stand. An element holds kPack neighbours of the axis that is summed over.
 // Queries [dim / kPack][lanes of a block], keys [tile][dim / kPack], values in panels of eight
-// elements of the head, [dim / 8][tile / kPack][8] (or of `width`), weights [tile / kPack][lanes of a
-// block].
+// elements of the head, [dim / 8][tile / kPack][8], weights [tile / kPack][lanes of a block].
 // Lanes are query rows: the running maxima, sums and masks of the softmax are then vectors, keys
 // and values are read as scalars for all lanes, and neither needs transposing.
 template <class Multiply, class Packed, int PACK>
@@ -113,6 +112,15 @@ struct LaneProducts {
   static constexpr int rows(int vecs) { return vecs == 1 ? larger(kTileRows, 8) : kTileRows; }
 };
 
+// Whether eight tokens are equally far apart, and how far.
+inline bool are_even(const int64_t* offsets, int64_t& stride) {
+  stride = offsets[1] - offsets[0];
+  for (int i = 2; i < 8; ++i) {
+    if (offsets[i] - offsets[i - 1] != stride) return false;
+  }
+  return true;
+}
+
 template <class T>
 struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   static void pack_query(const T* q, int32_t dim, float* to) {
@@ -125,13 +133,28 @@ struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   }
 
   static void pack_values(const T* pages, const int64_t* offsets, int32_t count, int32_t dim,
-                          float* to, int32_t width = 8, int64_t panel = FloatProducts::kPanel) {
+                          float* to) {
     for (int32_t i = 0; i < count; ++i) {
       const T* from = pages + offsets[i];
       for (int32_t d = 0; d < dim; d += 8) {
-        convert8(from + d, to + d / width * panel + i * width + d % width);
+        convert8(from + d, to + d / 8 * FloatProducts::kPanel + i * 8);
       }
     }
+  }
+
+  // Eight keys, and how far apart they are: where they are, or copied.
+  static const float* eight_keys(const T* pages, const int64_t* offsets, int32_t dim, float* to,
+                                 int64_t& stride) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (are_even(offsets, stride)) return pages + offsets[0];
+    }
+    stride = dim;
+    pack_keys(pages, offsets, 8, dim, to);
+    return to;
+  }
+  // n elements of a key's values.
+  static vf values(const T* pages, const int64_t* offsets, int32_t n) {
+    return get(pages + offsets[0], n);
   }
 
   // What `weigh` does, key by key: a weight, its packed form, and the sum in the same order.

@@ -17,8 +17,8 @@ inline int32_t position_of(const WorkView& work, const Piece& piece, int32_t tok
   return work.runs[piece.run].position + token;
 }
 
-// Walks an item's pieces in tiles of `size` tokens. On the grid a tile begins at a multiple of
-// `size` and goes on from piece to piece: places before the first token are none that a row sees.
+// Walks an item's pieces in tiles of `size` tokens. On the grid a tile begins at a multiple of that, or
+// of a smaller segment, and goes on from piece to piece: no row sees places before its first token.
 class TileWalk {
  public:
   TileWalk(const AttentionCall& call, const Item& item, int32_t size)
@@ -38,16 +38,17 @@ class TileWalk {
     if (piece_ == last_) return false;
     tile.piece = work_.grid ? last_ - 1 : piece_;
     const int32_t position = position_of(work_, *piece_, at_);
-    const int32_t before = work_.grid ? position % size_ : 0;
+    const int32_t size = work_.grid ? smaller(size_, segment_size(position)) : size_;
+    const int32_t before = work_.grid ? position % size : 0;
     tile.start = position - before;
     tile.count = before;
     do {
-      const int32_t count = smaller(size_ - tile.count, piece_->hi - at_);
+      const int32_t count = smaller(size - tile.count, piece_->hi - at_);
       find(tile.offsets + tile.count, count);
       tile.count += count;
       at_ += count;
       if (at_ == piece_->hi && ++piece_ != last_) at_ = piece_->lo;
-    } while (work_.grid && piece_ != last_ && tile.count < size_);
+    } while (work_.grid && piece_ != last_ && tile.count < size);
     for (int32_t i = 0; i < before; ++i) tile.offsets[i] = tile.offsets[before];
     return true;
   }
@@ -131,7 +132,7 @@ void walk_tiles(const AttentionCall& call, const Item& item, int32_t size, Tile*
   bool folded = false;
   for (bool more = walk.next(*now); more;) {
     more = walk.next(*next);
-    if (call.work.grid && piece != nullptr && now->start % kSegment == 0) {
+    if (call.work.grid && piece != nullptr && now->start == segment_start(now->start)) {
       walker.end_segment(!folded);
       folded = true;
     }
