@@ -83,9 +83,11 @@ def _engines(asked: argparse.Namespace, sizes: Sizes, threads: int) -> Iterator[
     if asked.onestem:
         flags = [f"--{name}={value}" for name, value in options.items()]
         flags += [f"--model={asked.model}", "--kv-memory=1GiB", "--device=cpu"]
-        with TemporaryDirectory() as state:
-            command = onestem_command(port, Path(state), flags)
-            yield "onestem", {"options": options}, partial(_served, command, port, sizes)
+        for name, own in (("onestem", []), ("onestem deterministic", ["--deterministic"])):
+            facts = {"options": options, "flags": own}
+            with TemporaryDirectory() as state:
+                command = onestem_command(port, Path(state), [*flags, *own])
+                yield name, facts, partial(_served, command, port, sizes)
     if asked.transformers:
         facts = {"version": version("transformers"), "torch": version("torch")}
         yield "transformers", facts, partial(transformers_kinds, asked.model, asked.dtype, **sizes)

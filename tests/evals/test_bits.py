@@ -214,6 +214,11 @@ def test_this_engine_is_asked_in_every_way(options):
             break
 
 
+def test_an_engine_that_keeps_bits_passes(options):
+    bits = EngineBits(options.replace(deterministic=True), prompts=4, tokens=40, sampled=TOKENS)
+    assert {kind.problem or kind.refused for kind in bits.kinds()} == {""}
+
+
 def test_an_engine_that_caches_nothing_does_not_pass(options):
     bits = EngineBits(options.replace(share="off"), prompts=4, tokens=40, sampled=2)
     told = {kind.name: kind.problem for kind in bits.kinds()}
