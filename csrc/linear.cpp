@@ -16,9 +16,10 @@ constexpr int64_t kThreadBytes = 128 << 10;
 // A thread takes this part of its share of what is left.
 constexpr int32_t kShare = 2;
 
-const LinearPath& path_for(const LinearKernels& kernels, int64_t rows, Dtype x) {
+const LinearPath& path_for(const LinearKernels& kernels, const LinearCall& call, Dtype x) {
   const LinearWays& ways = kernels.of[x];
-  return rows <= ways.most_few ? ways.few : ways.many;
+  const int32_t most = call.weight.group == 32 ? ways.most_fine : ways.most_few;
+  return call.rows <= most ? ways.few : ways.many;
 }
 
 }  // namespace
@@ -27,7 +28,7 @@ void multiply(const Kernels& kernels, LinearCall call, Dtype x, Dtype y, int32_t
   if (call.rows == 0) return;
   const PackedCodes& w = call.weight;
   const LinearKernels& of = w.group == 0 ? kernels.channels : kernels.groups[w.kind];
-  const LinearPath& path = path_for(of, call.rows, x);
+  const LinearPath& path = path_for(of, call, x);
   const int64_t panels = (call.rows + path.panel - 1) / path.panel;
   const size_t scratch = path.scratch_bytes(call);
   call.packed = t_rows.take(static_cast<size_t>(panels) * path.panel_bytes(call.weight));

@@ -66,7 +66,8 @@ struct LinearPath {
 
 struct LinearWays {
   LinearPath few, many;
-  int32_t most_few;  // rows that `few` takes
+  int32_t most_few;              // rows that `few` takes
+  int32_t most_fine = most_few;  // the same, of groups of 32
 };
 
 // Of one kind of codes.

@@ -46,6 +46,7 @@ inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w, int32_t block
 // The scales of a group, and what values of 0 are worth: the minimum, or minus zero times scale.
 struct Group {
   vf scale, least;
+  Group(vf scale, vf least) : scale(scale), least(least) {}
   Group(const PackedCodes& w, int32_t block, int32_t g, int i)
       : scale(numbers_of(w.scales, w, block, g, i)) {
     if (w.minimums.values != nullptr) {

@@ -46,6 +46,8 @@ struct ByteRows {
 template <CodeKind KIND>
 struct FewBytes : ByteRows {
   static constexpr int kMost = 4;
+  // Nibbles in groups of 32 are added up four times as often: turning them costs less than that.
+  static constexpr int kMostFine = KIND == kEight ? kMost : 2;
 
   static size_t panel_bytes(const PackedCodes& w) { return PackedRow<int8_t>::bytes(w, w.groups); }
   static size_t scratch_bytes(const LinearCall& call) {
@@ -234,16 +236,23 @@ struct FewBytes : ByteRows {
 };
 
 // Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of
-// sixteen outputs, and meets a row's four.
+// sixteen outputs, and meets a row's four. Numbers of groups are turned to float32 with them.
 struct ManyBytes : ByteRows {
-  static constexpr int kRows = 12;  // of a panel: 24 of the 32 registers hold its sums
+  static constexpr int kRows = 12;  // of a panel
+  static constexpr int kTile = 6;   // of a tile: dots and sums of 32 outputs are 24 of the 32 registers
   static constexpr int32_t kStep = 2 * sizeof(vi);  // bytes of four inputs of a pair
   static constexpr int64_t kTurnedFit = 512 << 10;  // a share of the second-level cache
+
+  // Of a pair's group: scales of both blocks, then what values of 0 are worth.
+  using Numbers = float[2][2][16];
 
   static size_t panel_bytes(const PackedCodes& w) {
     return kRows * (size_t{1} * w.depth + 2 * sizeof(float) * w.groups);
   }
-  static int64_t turned_bytes(const PackedCodes& w) { return int64_t{w.depth} / 4 * kStep; }
+  static int64_t code_bytes(const PackedCodes& w) { return int64_t{w.depth} / 4 * kStep; }
+  static int64_t turned_bytes(const PackedCodes& w) {
+    return code_bytes(w) + int64_t{w.groups} * sizeof(Numbers);
+  }
   static int32_t pairs(const LinearCall& call) {
     if (call.rows <= kRows) return 1;
     return clamp(static_cast<int32_t>(kTurnedFit / turned_bytes(call.weight)), 1, 8);
@@ -284,15 +293,17 @@ struct ManyBytes : ByteRows {
     float sums[kRows][32];
     for (int32_t c = 0; c < w.chunks; c += step) {
       for (int32_t pair = begin; pair < end; ++pair) {
+        char* to = scratch + (pair - begin) * bytes;
         for (int32_t b = 0; b < 2; ++b) {
-          turn(w, 2 * pair + b, c, step, scratch + (pair - begin) * bytes + b * sizeof(vi));
+          turn(w, 2 * pair + b, c, step, to + b * sizeof(vi));
+          turn_numbers(w, 2 * pair + b, c, step, numbers_at(w, to), b);
         }
       }
       for (int64_t p = 0; p * kRows < call.rows; ++p) {
         const Panel panel(call, p);
         for (int32_t pair = begin; pair < end; ++pair) {
           if (c == 0) __builtin_memset(sums, 0, sizeof sums);
-          multiply_panel<kRows>(w, panel, pair, c, step, scratch + (pair - begin) * bytes, sums);
+          multiply_panel(w, panel, c, step, scratch + (pair - begin) * bytes, sums);
           if (c + step < w.chunks) continue;
           for (int32_t r = 0; r < panel.rows; ++r) {
             for (int32_t b = 0; b < 2; ++b) {
@@ -381,56 +392,96 @@ struct ManyBytes : ByteRows {
     }
   }
 
-  // Adds what `count` chunks give.
-  template <int ROWS>
-  static void multiply_panel(const PackedCodes& w, const Panel& panel, int32_t pair, int32_t chunk,
-                             int32_t count, const char* codes, float (*sums)[32]) {
-    if constexpr (ROWS > 1) {
-      if (panel.rows < ROWS) {
-        return multiply_panel<ROWS - 1>(w, panel, pair, chunk, count, codes, sums);
-      }
-    }
-    const int32_t inputs = w.depth / w.chunks, groups = inputs / w.group;
-    const int32_t end = (chunk + count) * groups;
-    const char* rows = reinterpret_cast<const char*>(panel.codes);
-    rows += int64_t{chunk} * inputs * ROWS;
-    for (int32_t g = chunk * groups; g < end; ++g) {
-      int32_t dots[ROWS][32];
-      multiply_group<ROWS>(codes, rows, w.group / 4, dots);
-      codes += w.group / 4 * kStep, rows += w.group * ROWS;
-      for (int b = 0; b < 2; ++b) {
-        const Group group(w, 2 * pair + b, g, 0);
-        for (int r = 0; r < ROWS; ++r) {
-          const int32_t at = g * ROWS + r;
-          float* to = sums[r] + b * 16;
-          store(to, add(group, to_float(load(dots[r] + b * 16)), panel.scales[at],
-                        panel.totals[at], load(to)));
-        }
-      }
+  static Numbers* numbers_at(const PackedCodes& w, char* turned) {
+    return reinterpret_cast<Numbers*>(turned + code_bytes(w));
+  }
+
+  // The numbers of the groups of `count` chunks of block `b` of a pair.
+  static void turn_numbers(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count,
+                           Numbers* to, int32_t b) {
+    const int32_t groups = w.groups / w.chunks, first = chunk * groups;
+    for (int32_t g = 0; g < count * groups; ++g) {
+      const Group group(w, block, first + g, 0);
+      store(to[g][0][b], group.scale);
+      store(to[g][1][b], group.least);
     }
   }
 
-  // A function of its own, so that the compiler keeps all sums in registers.
+  // Adds what `count` chunks give, by tiles of rows that are as large as each other.
+  static void multiply_panel(const PackedCodes& w, const Panel& panel, int32_t chunk, int32_t count,
+                             char* turned, float (*sums)[32]) {
+    const int32_t groups = w.groups / w.chunks;
+    Tile tile{turned, numbers_at(w, turned), count * groups, w.group / 4, panel.rows};
+    const int32_t tiles = (panel.rows + kTile - 1) / kTile;
+    for (int32_t i = 0, row = 0; i < tiles; ++i) {
+      const int32_t end = panel.rows * (i + 1) / tiles;
+      tile.rows = panel.codes + int64_t{chunk} * (w.depth / w.chunks) * panel.rows + 4 * row;
+      tile.scales = panel.scales + int64_t{chunk} * groups * panel.rows + row;
+      tile.totals = panel.totals + int64_t{chunk} * groups * panel.rows + row;
+      multiply_rows<kTile>(tile, end - row, sums + row);
+      row = end;
+    }
+  }
+
+  // Some groups of a pair, and of a tile's first row; a row's next four, scale and total are
+  // `stride` rows further.
+  struct Tile {
+    const char* codes;
+    const Numbers* numbers;
+    int32_t groups, steps, stride;
+    const int8_t* rows = nullptr;
+    const float *scales = nullptr, *totals = nullptr;
+  };
+
   template <int ROWS>
-  __attribute__((noinline)) static void multiply_group(const char* codes, const char* rows,
-                                                       int32_t steps, int32_t (*dots)[32]) {
-    vi acc[ROWS][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = all(0);
-    for (int32_t s = 0; s < steps; ++s, codes += kStep, rows += 4 * ROWS) {
-      const vi first = load_bytes(codes), second = load_bytes(codes + sizeof(vi));
-#pragma GCC unroll 12
-      for (int r = 0; r < ROWS; ++r) {
-        int32_t four;
-        __builtin_memcpy(&four, rows + 4 * r, 4);
-        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], first, all(four));
-        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], second, all(four));
+  static void multiply_rows(const Tile& tile, int32_t rows, float (*sums)[32]) {
+    if constexpr (ROWS > 1) {
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(tile, rows, sums);
+    }
+    multiply_tile<ROWS>(tile, sums);
+  }
+
+  // A function of its own, so that the compiler keeps dots and sums in registers.
+  template <int ROWS>
+  __attribute__((noinline)) static void multiply_tile(const Tile& tile, float (*sums)[32]) {
+    const char* codes = tile.codes;
+    const int8_t* rows = tile.rows;
+    const float *scales = tile.scales, *totals = tile.totals;
+    vf acc[ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+      acc[r][0] = load(sums[r]);
+      acc[r][1] = load(sums[r] + 16);
+    }
+    for (int32_t g = 0; g < tile.groups; ++g, scales += tile.stride, totals += tile.stride) {
+      vi dots[ROWS][2];
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; ++r) dots[r][0] = dots[r][1] = all(0);
+      const char* end = codes + tile.steps * kStep;
+      do {
+        const vi first = load_bytes(codes), second = load_bytes(codes + sizeof(vi));
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t four;
+          __builtin_memcpy(&four, rows + 4 * r, 4);
+          dots[r][0] = apart(_mm512_dpbusd_epi32(dots[r][0], first, all(four)));
+          dots[r][1] = apart(_mm512_dpbusd_epi32(dots[r][1], second, all(four)));
+        }
+        codes += kStep, rows += 4 * tile.stride;
+      } while (codes != end);
+#pragma GCC unroll 2
+      for (int b = 0; b < 2; ++b) {
+        const Group group(load(tile.numbers[g][0][b]), load(tile.numbers[g][1][b]));
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+          acc[r][b] = add(group, to_float(dots[r][b]), scales[r], totals[r], acc[r][b]);
+        }
       }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r) {
-      store(dots[r], acc[r][0]);
-      store(dots[r] + 16, acc[r][1]);
+      store(sums[r], acc[r][0]);
+      store(sums[r] + 16, acc[r][1]);
     }
   }
 };
@@ -438,7 +489,8 @@ struct ManyBytes : ByteRows {
 template <CodeKind KIND>
 void take_bytes(Kernels& kernels) {
   using Few = FewBytes<KIND>;
-  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost};
+  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost,
+                                Few::kMostFine};
   kernels.groups[KIND] = {{one_way<LinearGroups<KIND>>(), bytes, bytes}};
 }
 

@@ -156,7 +156,8 @@ inline void store_codes(int16_t* p, vi x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
 // As it is: the compiler may not round it together with what is done to it next.
-inline vf apart(vf x) {
+template <class V>
+inline V apart(V x) {
 #ifdef ONESTEM_EMULATED
   __asm__("" : "+m"(x));  // no register holds it
 #else
