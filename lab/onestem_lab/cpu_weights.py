@@ -5,8 +5,8 @@
 
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made, FOLDER takes the
 files that it multiplies (random weights of the shapes, written once). `--formats q8_0,q4_k_m,q4_0`
-and `--files` give both engines the same file, whose blocks stay as they are; beside them int8 or
-int4 of the same shape is timed (`own`), which needs a shape. Steps are of the engine here
+and `--files` (MODEL.KIND.gguf) give both engines the same file, whose blocks stay as they are;
+beside them int8 or int4 of the same shape is timed (`own`). Steps are of the engine here
 and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode behind 16 tokens.
 Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8
 products (with AMX `int4`: bfloat16), whichever is longer, both measured in the same run.
@@ -41,6 +41,7 @@ import torch
 from onestem.engine.engine import Engine
 from onestem.llm import LLM
 from onestem.models.config import GenerationDefaults
+from onestem.models.formats.tables import PackedTable
 from onestem.ops.cpu import chosen_isa, status
 from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
@@ -50,7 +51,7 @@ from onestem_lab.results import RESULTS, machine, write
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
 # What a file's format is measured beside.
-OWN = {"q8_0": "int8", "q4_k_m": "int4", "q4_0": "int4"}
+OWN = {"q8_0": "int8", "q4_k_m": "int4", "q4_0": "int4", "q4_1": "int4"}
 STEPS = ("prefill 512", "decode 1", "decode 64")
 # Of a prompt: on a machine with AMX, and on one without.
 PREFILL, PREFILL_PLAIN = 3.0, 1.5
@@ -180,7 +181,7 @@ def main() -> None:
     for shape, form in [(None, path) for path in files] or pairs:
         if shape is None:
             model = Path(form)
-            form = model.stem
+            form = model.stem.rpartition(".")[2].lower()
         else:
             model = _written(python, shape, models, PEERS.get(form, form), options.threads)
         for setting in options.settings.split(","):
@@ -233,12 +234,12 @@ def _compared(
     with ExitStack() as stack:
         flash, extra = map(int, setting)
         theirs = stack.enter_context(peer(python, model, options.threads, flash, extra))
-        of_file = form not in PEERS
-        ours = Ours(str(model) if of_file else f"shape:{shape}", None if of_file else form,
-                    options.threads)  # fmt: skip
-        own = None
-        if of_file and shape is not None:
-            own = Ours(f"shape:{shape}", OWN[form], options.threads)
+        weights = str(model) if shape is None else f"shape:{shape}"
+        if form in PEERS:
+            ours, own = Ours(weights, form, options.threads), None
+        else:
+            ours = Ours(str(model), None, options.threads)
+            own = Ours(weights, OWN[form], options.threads)
         rates = measure_rates(torch.device("cpu"), torch.bfloat16)
         sides = {"ms": ours, "peer_ms": theirs} | ({} if own is None else {"own_ms": own})
         seconds: dict[str, list[dict[str, list[float]]]] = {step: [] for step in STEPS}
@@ -282,7 +283,13 @@ def _compared(
 def _read_bytes(ours: Ours) -> int:
     """Of weights that a step reads: all but the embedding, of which it reads some rows."""
     decoder = ours.decoder
-    return decoder.weight_bytes - decoder.embedding.nbytes
+    table = decoder.embedding
+    if isinstance(table, PackedTable):
+        is_head = getattr(decoder.head, "codes", None) is table.packed
+        held = [] if is_head else table.packed.tensors()
+    else:
+        held = [table]
+    return decoder.weight_bytes - sum(tensor.nbytes for tensor in held)
 
 
 def _floor(step: str, entry: dict[str, Any], ours: Ours) -> float:

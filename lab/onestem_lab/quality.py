@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from onestem import LLM, SamplingParams
@@ -122,10 +123,10 @@ def by_modules(llm: LLM, isolation: str) -> list[str]:
     return [out.outputs[0].text for out in llm.generate_pml(prompts, ANSWER, isolation=isolation)]
 
 
-def by_chats(llm: LLM) -> list[str]:
+def by_chats(llm: LLM, asked: Sequence[Question]) -> list[str]:
     """Answers to the same prompts as chats."""
     chats = []
-    for one in questions():
+    for one in asked:
         documents = documents_of(one.library)
         body = "".join(documents[index][2] for index in one.imported)
         chats.append(
@@ -144,15 +145,19 @@ def num_right(answers: Sequence[str]) -> int:
     )
 
 
-def perplexity(llm: LLM) -> float:
-    """Of a text of `TEXT_TOKENS` tokens, in windows of `WINDOW` that begin anew."""
+def window_scores(llm: LLM, windows: int = TEXT_TOKENS // WINDOW) -> list[list[float]]:
+    """Log-probabilities of a text's tokens, in windows of `WINDOW` that begin anew."""
     from pydoc_data.topics import topics
 
     (ids,) = llm.tokenize(["\n\n".join(topics[name] for name in sorted(topics))])
-    windows = [list(ids[at : at + WINDOW]) for at in range(0, TEXT_TOKENS, WINDOW)]
-    scores = llm.score([window[:1] for window in windows], [[window[1:]] for window in windows])
-    values = [value for (one,) in scores for value in one.token_logprobs]
-    return math.exp(-sum(values) / len(values))
+    parts = [list(ids[at * WINDOW : (at + 1) * WINDOW]) for at in range(windows)]
+    scores = llm.score([part[:1] for part in parts], [[part[1:]] for part in parts])
+    return [list(one.token_logprobs) for (one,) in scores]
+
+
+def perplexity(llm: LLM) -> float:
+    """Of a text of `TEXT_TOKENS` tokens."""
+    return math.exp(-fmean(value for window in window_scores(llm) for value in window))
 
 
 def modules(options: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def formats(options: argparse.Namespace) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for share in ("full", "off"):
             with load(options, {**settings, "share": share}) as llm:
-                answers = by_chats(llm)
+                answers = by_chats(llm, questions())
                 rows[share] = {"right": num_right(answers), "perplexity": perplexity(llm)}
                 rows.setdefault("answers", []).append(answers)
         one, other = rows.pop("answers")

@@ -11,10 +11,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import IO
-
-import httpx2
 
 from onestem.errors import ConfigError
 from onestem.interrupts import exit_on_sigterm
@@ -100,11 +99,14 @@ def _wait_until_ready(
 
 
 def _healthy(base_url: str) -> bool:
+    connection = HTTPConnection(base_url.removeprefix("http://"), timeout=5.0)
     try:
-        answer = httpx2.get(f"{base_url}/health", timeout=5.0, trust_env=False, verify=False)
-    except httpx2.HTTPError:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
         return False
-    return answer.status_code == 200
+    finally:
+        connection.close()
 
 
 def _last_line(output: IO[bytes]) -> str:
