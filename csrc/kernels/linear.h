@@ -60,7 +60,9 @@ struct Group {
 };
 
 // Asks for codes that are multiplied some time later, in order of memory.
-inline void ask_for(const uint8_t* codes) { __builtin_prefetch(codes + kAhead, 0, 2); }
+__attribute__((always_inline)) inline void ask_for(const uint8_t* codes) {
+  __builtin_prefetch(codes + kAhead, 0, 2);
+}
 
 // The nearest whole number, halves to even, of |x| <= 2^22.
 inline vi nearest(vf x) { return truncate((x + all(12582912.0f)) - all(12582912.0f)); }
