@@ -2,8 +2,11 @@
 and right answers, beside the same numbers in 32 and in 16 bits.
 
     python -m onestem_lab.kept_blocks MODEL.gguf [...] [--windows 20] [--questions 300]
+        [--peer DIR --kinds q8_0,q4_0,q5_0,q5_1,q4_k_m,q6_k]
 
-Each form runs in a process of its own:
+With `--kinds` the numbers of the first file are rounded to these types too, by the llama.cpp of
+DIR (`lab/onestem_lab/peers/install llama_cpp DIR`); a width that is no multiple of 256 gets Q5_0,
+Q5_1 or Q8_0 in place of a K type. Each form runs in a process of its own:
 
 * `float32`: blocks become numbers of 32 bits (the oracle),
 * `bfloat16`: of 16 bits,
@@ -74,12 +77,14 @@ def in_process(path: str, form: str, options: argparse.Namespace) -> dict[str, A
 def told(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, Any]:
     """What a form gives, and how far it is from the oracle."""
     values, others = flat(found["scores"]), flat(exact["scores"])
-    return {
+    rows: dict[str, Any] = {
         "perplexity": math.exp(-fmean(values)),
         "mean difference of a log-probability": fmean(map(abs, map(float.__sub__, values, others))),
-        "right": sum(right_of(found["answers"])),
-        "answers of float32": sum(map(str.__eq__, found["answers"], exact["answers"])),
     }
+    if found["answers"]:
+        rows["right"] = sum(right_of(found["answers"]))
+        rows["answers of float32"] = sum(map(str.__eq__, found["answers"], exact["answers"]))
+    return rows
 
 
 def paired(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +92,16 @@ def paired(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     standard error of its pairs."""
     pairs = zip(one["scores"], other["scores"], strict=True)
     more = [fmean(theirs) - fmean(own) for own, theirs in pairs]
+    rows: dict[str, Any] = {
+        "log perplexity more": [fmean(more), stdev(more) / math.sqrt(len(more))]
+    }
+    if not one["answers"]:
+        return rows
     ours, theirs = right_of(one["answers"]), right_of(other["answers"])
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
     won = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     spread = math.sqrt(lost + won - (lost - won) ** 2 / max(1, len(ours)))
-    return {
-        "log perplexity more": [fmean(more), stdev(more) / math.sqrt(len(more))],
-        "right less": [lost - won, spread],
-        "lost, won": [lost, won],
-    }
+    return rows | {"right less": [lost - won, spread], "lost, won": [lost, won]}
 
 
 def right_of(answers: Sequence[str]) -> list[bool]:
@@ -117,9 +123,26 @@ def compared(path: str, options: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def rounded(source: Path, kind: str, options: argparse.Namespace) -> str:
+    """The file of another type, under `options.work`; written unless it is there."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    code = (
+        "import sys; from pathlib import Path; from gguf_random import quantised; "
+        "source, target, kind = sys.argv[1:]; quantised(Path(source), Path(target), kind, 2)"
+    )
+    target = options.work.resolve() / f"{source.stem.rpartition('.')[0]}.{kind.upper()}.gguf"
+    python = options.peer.resolve() / "bin" / "python"
+    command = [str(one) for one in (python, "-c", code, source.resolve(), target, kind)]
+    runners = Path(__file__).parent / "peers" / "runners"
+    subprocess.run(command, cwd=runners, check=True, stderr=subprocess.DEVNULL)
+    return str(target)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL.gguf")
+    parser.add_argument("--peer", type=Path, help="llama.cpp's environment")
+    parser.add_argument("--kinds", default="", help="types that the first file is rounded to")
     parser.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens of text")
     parser.add_argument("--questions", type=int, default=len(questions()))
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "kept-blocks",
@@ -132,7 +155,9 @@ def main() -> None:
         print(json.dumps(measured(path, options.form, options.windows, options.questions)))
         return
     files = json.loads(options.out.read_text())["files"] if options.out.exists() else {}
-    for path in options.models:
+    kinds = [kind for kind in options.kinds.split(",") if kind]
+    made = [rounded(Path(options.models[0]), kind, options) for kind in kinds]
+    for path in [*options.models, *made]:
         files[Path(path).stem] = compared(path, options)
         print(path, json.dumps(files[Path(path).stem], indent=1), flush=True)
         result = {

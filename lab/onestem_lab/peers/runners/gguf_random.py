@@ -1,5 +1,5 @@
-"""Random weights of a config.json as a GGUF file in one of llama.cpp's quantised types. numpy and
-the packages of `requirements/llama_cpp.txt` are enough."""
+"""GGUF files in llama.cpp's quantised types, of random weights of a config.json or of another file.
+numpy and the packages of `requirements/llama_cpp.txt` are enough."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ import llama_cpp
 import numpy as np
 from gguf_model import ARCHITECTURES, write_config
 
-__all__ = ["FILE_TYPES", "quantised_model"]
+__all__ = ["FILE_TYPES", "quantised", "quantised_model"]
 
 FILE_TYPES = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
+    "q5_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_1,
+    "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
 }
 DEVIATION = 0.02
 
 
 def quantised_model(config: Path, work: Path, kind: str, threads: int) -> Path:
-    """The file under `work`; written unless it is there, as llama-quantize does."""
+    """The file of random weights under `work`; written unless it is there."""
     target = work / f"{config.parent.name}-{kind}.gguf"
+    plain = work / f"{config.parent.name}-bf16.gguf"
+    if not target.exists() and not plain.exists():
+        _write_random(json.loads(config.read_text()), plain)
+    return quantised(plain, target, kind, threads)
+
+
+def quantised(source: Path, target: Path, kind: str, threads: int) -> Path:
+    """`target`; written unless it is there, as llama-quantize does, from a file of any type."""
     if not target.exists():
-        plain, partial = work / f"{config.parent.name}-bf16.gguf", target.with_suffix(".partial")
-        if not plain.exists():
-            _write_random(json.loads(config.read_text()), plain)
+        partial = target.with_suffix(".partial")
         params = llama_cpp.llama_model_quantize_default_params()
-        params.nthread, params.ftype = threads, FILE_TYPES[kind]
+        params.nthread, params.ftype, params.allow_requantize = threads, FILE_TYPES[kind], True
         code = llama_cpp.llama_model_quantize(
-            str(plain).encode(), str(partial).encode(), ctypes.byref(params)
+            str(source).encode(), str(partial).encode(), ctypes.byref(params)
         )
         if code != 0:
             raise RuntimeError(f"llama_model_quantize returned {code}")
