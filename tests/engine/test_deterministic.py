@@ -3,15 +3,31 @@ cannot promise it yet is refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from onestem import LLM
 from onestem.build import check_deterministic, kv_identity
+from onestem.engine.engine import Engine
+from onestem.engine.sequence import Sequence
 from onestem.errors import OnestemError, RequestError
+from onestem.models import linear
 from onestem.models.config import ModelConfig
+from onestem.models.decoder import Decoder
+from onestem.models.linear import Layout, choose_layout
+from onestem.models.weights import load_decoder
+from onestem.ops.cpu import CpuAttention
 from onestem.options import EngineOptions
+from onestem.request import Request, RequestOutput, SamplingParams
+from tests.engine.harness import answer, engine_with, watch_logits
 from tests.engine.pml_harness import compiled_prompts, pml_request
+from tests.soak import one_in, seeds
 
 OUT = "or leave deterministic out"
 
@@ -56,3 +72,185 @@ def test_modules_are_refused(tiny):
         prompt = compiled_prompts("anchored")[0]
         with pytest.raises(RequestError, match=r"a prompt in PML .*: give its text, or leave"):
             llm.engine.add_request(pml_request("0", prompt))
+
+
+VOCAB = 270
+Key = tuple[str, int, int]  # request, sequence, index of the last token seen
+
+
+def tree_of_requests(seed: int, longest: int = 600) -> list[Request]:
+    """Requests of all kinds: prompts that share heads of several lengths, equal ones, prefixes of
+    others and single tokens; greedy and sampled ones, several answers, scores."""
+    rng = np.random.default_rng(seed)
+
+    def draw(most: int) -> list[int]:
+        return rng.integers(3, VOCAB, int(rng.integers(1, most))).tolist()
+
+    heads: list[list[int]] = [[], draw(40), draw(longest)]
+    for _ in range(4):
+        parent = heads[int(rng.integers(len(heads)))]
+        cut = int(rng.integers(len(parent) + 1))
+        heads.append(parent[: max(cut, len(parent) - 5)] + draw(80))
+    prompts = [heads[int(rng.integers(len(heads)))] + draw(50) for _ in range(9)]
+    prompts += [prompts[0], prompts[1][:-1], prompts[2] + draw(9), draw(2)]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=int(rng.choice([3, 11, 80])),
+            temperature=float(rng.choice([0.0, 0.9])),
+            n=int(rng.choice([1, 1, 3])),
+            seed=number,
+            logprobs=2,
+            ignore_eos=True,
+        )
+        scored = int(rng.integers(len(prompt))) if number % 4 == 0 else None
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=params,
+                score_from=scored,
+            )
+        )
+    return requests
+
+
+def watched(engine: Engine, note: Callable[[Key, Tensor], None]) -> Engine:
+    """An engine that tells each row of log-probabilities that it samples from or scores."""
+
+    def told(sequence: Sequence, index: int, values: Tensor) -> None:
+        note((sequence.state.request.request_id, sequence.index, index), values)
+
+    watch_logits(engine, told)
+    return engine
+
+
+def alone(
+    decoder: Decoder, requests: Iterable[Request]
+) -> tuple[dict[Key, Tensor], dict[str, RequestOutput]]:
+    """Rows and outputs of each request alone, in a cold engine."""
+    rows: dict[Key, Tensor] = {}
+    outputs = {}
+    for request in requests:
+        engine = engine_with(decoder, num_pages=200, deterministic=True)
+        outputs |= answer(watched(engine, rows.setdefault), [request])
+    return rows, outputs
+
+
+class Traffic:
+    """Engines that answer requests in different ways, against each request alone.
+
+    Attributes:
+        compared: rows. differing: of these and of outputs, those that differ in some bit.
+        hits: requests with tokens that were in the cache. splits, preempted, forks: how many.
+    """
+
+    def __init__(self, decoder: Decoder, requests: list[Request]) -> None:
+        self.decoder, self.requests = decoder, requests
+        self.rows, self.outputs = alone(decoder, requests)
+        self.compared = self.differing = 0
+        self.hits = self.splits = self.preempted = self.forks = 0
+
+    def compare(self, key: Key, values: Tensor) -> None:
+        self.compared += 1
+        self.differing += not torch.equal(
+            values.view(torch.int32), self.rows[key].view(torch.int32)
+        )
+
+    def run(self, rng: np.random.Generator, **options: Any) -> None:
+        """Answer all requests in a random order, some of them once others run; then again with what
+        is in the cache."""
+        engine = watched(engine_with(self.decoder, deterministic=True, **options), self.compare)
+        tree, split = engine.cache.tree, engine.cache.tree.split
+
+        def counted(*where: Any) -> Any:
+            self.splits += 1
+            return split(*where)
+
+        tree.split = counted
+        for _ in range(2):
+            waiting = [self.requests[place] for place in rng.permutation(len(self.requests))]
+            while waiting or engine.has_unfinished():
+                for request in waiting[: int(rng.integers(0, 6))]:
+                    engine.add_request(waiting.pop(waiting.index(request)))
+                    self.forks += request.params.n - 1
+                for output in engine.step():
+                    want = self.outputs[output.request_id]
+                    self.hits += output.metrics.num_cached_tokens > 0
+                    told = output.outputs, output.prompt_logprobs
+                    self.differing += told != (want.outputs, want.prompt_logprobs)
+                engine.check()
+        self.preempted += engine.stats.num_preempted
+
+
+SHARES = ("full", "storage", "off", "full")
+
+
+def traffic(decoder: Decoder, seed: int, shares: Iterable[str] = SHARES) -> Traffic:
+    """A tree of requests in several engines, the first with more KV memory than it takes."""
+    rng = np.random.default_rng(seed)
+    made = Traffic(decoder, tree_of_requests(seed))
+    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in made.requests)
+    for number, share in enumerate(shares):
+        size = int(rng.choice([1, 3, 8, 16, 48]))
+        tight = longest // size + 3
+        made.run(
+            rng,
+            page_size=size,
+            num_pages=tight if number else 20 * tight,
+            max_step_tokens=int(rng.choice([5, 33, 64, 200, 2048])),
+            share=share,
+        )
+    return made
+
+
+FAMILIES = ("llama", "gemma2", "qwen3", "gemma3", "phi", "qwen2", "mistral", "gemma4", "falcon_rw")
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@pytest.mark.parametrize("seed", seeds(1, 3))
+@pytest.mark.parametrize(("family", "dtype"), one_in(4, FAMILIES, DTYPES))
+def test_company_changes_no_bit(tiny, family, dtype, seed):
+    decoder = load_decoder(
+        tiny(family), dtype=getattr(torch, dtype), device="cpu", deterministic=True
+    )
+    made = traffic(decoder, seed)
+    assert made.differing == 0, f"{made.differing} of {made.compared}"
+    assert min(made.hits, made.splits, made.preempted, made.forks) > 0
+
+
+@pytest.fixture
+def other_products():
+    """Numbers of rows are tried out anew, here and afterwards."""
+    linear.numbers_of.cache_clear()
+    yield
+    linear.numbers_of.cache_clear()
+
+
+@pytest.mark.usefixtures("other_products")
+@pytest.mark.skipif(
+    choose_layout(torch.float32, torch.device("cpu")) is Layout.PLAIN, reason="torch without oneDNN"
+)
+@pytest.mark.parametrize("in_any_rows", [False, True])
+def test_a_library_that_divides_sums_by_rows(tiny, monkeypatch, in_any_rows):
+    """It changes no bit at numbers of rows that agree, and is found at others."""
+    product = linear.packed_product
+
+    def divided(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) % 2 == 0:
+            return product(x, packed, bias)
+        weight, half = packed.to_dense(), x.shape[1] // 2
+        return F.linear(x[:, :half], weight[:, :half]) + F.linear(x[:, half:], weight[:, half:])
+
+    monkeypatch.setattr(linear, "packed_product", divided)
+    if in_any_rows:
+        monkeypatch.setattr(linear, "in_parts", lambda multiply, x, _: multiply(x))
+    decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu", deterministic=True)
+    assert (traffic(decoder, 0, SHARES[:1]).differing > 0) == in_any_rows
+
+
+def test_attention_as_it_comes_is_found(tiny, monkeypatch):
+    plain = CpuAttention()
+    monkeypatch.setattr("onestem.engine.engine.resolve", lambda *_, **__: plain)
+    decoder = load_decoder(tiny("llama"), dtype=torch.bfloat16, device="cpu", deterministic=True)
+    assert traffic(decoder, 0, SHARES[:1]).differing > 0
