@@ -25,7 +25,7 @@ from onestem.models.part import part_of
 from onestem.models.ranks import Ranks
 from onestem.models.sizes import quantised_as
 from onestem.models.weights import load_decoder
-from onestem.ops.cpu import is_built
+from onestem.ops.cpu import chosen_isa, is_built
 from onestem.options import EngineOptions, parse_memory
 from onestem.parallel import Team
 from onestem.planner import default_order
@@ -168,7 +168,9 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
-    bits = " deterministic" if options.deterministic else ""
+    bits = ""
+    if options.deterministic:  # what else they depend on
+        bits = f" deterministic {options.threads} {chosen_isa()} {torch.__version__}"
     size = options.tensor_parallel_size
     ranks = f" on {size} ranks" if size > 1 else ""
     return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
