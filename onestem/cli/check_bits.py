@@ -13,6 +13,7 @@ import typer
 
 from onestem.cli import options
 from onestem.errors import ConfigError
+from onestem.files import check_place
 from onestem.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def check_bits(
     """
     from onestem.evals.bits.pairs import table
 
+    if as_json is not None:
+        check_place(as_json, "another file for --json")
     engine = options.named_model(context, engine, name)
     sizes = {"prompts": prompts, "tokens": tokens, "sampled": max_tokens}
     explain: Callable[[Kind], dict[str, Any] | None] | None = None

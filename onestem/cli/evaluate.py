@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from onestem.cli import options
+from onestem.files import check_place
 from onestem.options import EngineOptions
 
 
@@ -52,6 +53,8 @@ def evaluate(
         ) from error
     from onestem.evals.lm_eval import OnestemLM
 
+    if output is not None:
+        check_place(output, "another file")
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +37,7 @@ class Fake:
         other: after a hit the fourth token is another.
         hits: what `usage` says of a prompt that came before; None: nothing.
         metrics: whether vLLM's count of hits is there.
-        form: of log-probabilities: `completions`, `chat` (llama.cpp's) or none.
+        form: of log-probabilities: `completions`, `chat` (llama.cpp's), or one that is not.
     """
 
     def __init__(self, *, flips=False, other=False, hits=32, metrics=False, form="completions"):
@@ -65,6 +66,11 @@ class Fake:
             },
         }
         details = {"cached_tokens": self.hits * again} if self.hits is not None else None
+        forms |= {
+            "empty": {"tokens": [], "token_logprobs": [], "top_logprobs": []},
+            "short": {**forms["completions"], "top_logprobs": top[1:]},
+            "words": {"content": tokens},
+        }
         choice = {"text": "".join(tokens), "logprobs": forms.get(self.form)}
         return {"choices": [choice], "usage": {"prompt_tokens_details": details}}
 
@@ -177,6 +183,40 @@ def test_what_cannot_be_asked_is_refused():
             typed("--url", url, "--page-size", 32)
     with pytest.raises(OnestemError, match="/v1/models does not answer"):
         typed("--url", url, *SIZES)
+
+
+@pytest.mark.parametrize("form", ["short", "words"])
+def test_an_answer_of_another_form_is_refused(form):
+    with Fake(form=form) as url, pytest.raises(OnestemError, match="is not one of completions"):
+        typed("--url", url, *SIZES)
+
+
+def test_answers_of_no_token_show_nothing():
+    with Fake(form="empty") as url:
+        code, output, _ = typed("--url", url, *SIZES)
+    assert code == 1
+    assert output.count("nothing was compared: not shown") == 4
+
+
+def test_a_server_of_another_protocol_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"220 ready\r\n")
+
+        threading.Thread(target=greet).start()
+        with pytest.raises(OnestemError, match="does not answer"):
+            typed("--url", f"http://127.0.0.1:{server.getsockname()[1]}/v1", *SIZES)
+
+
+def test_a_place_for_figures_is_found_first(tmp_path):
+    file = tmp_path / "none" / "found.json"
+    with pytest.raises(OnestemError, match="none does not exist: make it first"):
+        CliRunner().invoke(
+            app, ["check-bits", "nothing", "--json", str(file)], catch_exceptions=False
+        )
 
 
 def test_whole_rows_count_where_log_probabilities_are_equal():

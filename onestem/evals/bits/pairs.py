@@ -81,8 +81,9 @@ class Kind:
             return "differs"
         if self.needs and getattr(self, self.needs) is None:
             return "hits are not known: not shown"
-        if not self.refused and not (self.pairs and (not self.needs or getattr(self, self.needs))):
-            return f"nothing was {self.needs or 'compared'}: not shown"
+        lacks = self.needs if self.positions else "compared"
+        if not self.refused and lacks and not getattr(self, lacks, 0):
+            return f"nothing was {lacks}: not shown"
         return ""
 
     @property

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from itertools import count
 from typing import Any
 from urllib.error import HTTPError
@@ -78,6 +79,13 @@ class ServerBits:
             "temperature": number % 2, "seed": number, "logprobs": TOP,
         }  # fmt: skip
         answer = self._answer("completions", body)
+        try:
+            return self._read(answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            told = f"{type(error).__name__}: {first_line(error)}"
+            raise OnestemError(f"the server's answer is not one of completions ({told})") from None
+
+    def _read(self, answer: Any) -> Reply:
         found = _in(answer, "choices", 0, "logprobs")
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         if isinstance(found, dict) and "content" in found:  # llama.cpp's, as of chats
@@ -95,7 +103,7 @@ class ServerBits:
         try:
             with urlopen(self._url.removesuffix("/v1") + "/metrics", timeout=TIMEOUT) as page:
                 hits = HITS.findall(page.read().decode())
-        except OSError:
+        except (OSError, HTTPException, UnicodeDecodeError):
             return None
         return int(sum(map(float, hits))) if hits else None
 
@@ -110,7 +118,7 @@ class ServerBits:
         except HTTPError as error:
             told = " ".join(error.read(500).decode(errors="replace").split())
             raise OnestemError(f"{url} answers {error.code}: {told}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             raise OnestemError(f"{url} does not answer: {first_line(error)}") from None
 
 
