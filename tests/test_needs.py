@@ -27,7 +27,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 )
 def test_models_tells_the_files_from_the_memory(tmp_path, monkeypatch, layout, told):
     model = make_tiny("llama", tmp_path / "llama")
-    monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
+    monkeypatch.setattr(sizes, "choose_layout", lambda *_, **__: layout)
     needs = needs_of(EngineOptions(model=model, device="cpu", dtype="float32"))
     assert needs.file_bytes == (model / "model.safetensors").stat().st_size
     tied = ModelConfig.from_directory(model).tie_embeddings and layout is not Layout.PLAIN

@@ -220,7 +220,7 @@ def test_no_beside_logprobs_is_the_sampled_token_alone(llm):
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 def test_answers_are_those_of_the_changed_checkpoint(model, other, layout, dtype, monkeypatch):
-    monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
+    monkeypatch.setattr(sizes, "choose_layout", lambda *_, **__: layout)
     options = {**OPTIONS, "dtype": str(dtype).removeprefix("torch.")}
     with LLM(model, **options) as llm, LLM(other, **options) as fresh:
         before = llm.generate(PROMPTS, GREEDY)
@@ -354,7 +354,7 @@ def test_quantised_weights_sleep_and_stay(model, quantization):
 @pytest.mark.parametrize("layout", [Layout.PLAIN, Layout.PACKED, Layout.PACKED_AND_PLAIN])
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_memory_and_answers_stay_the_same(model, level, layout, monkeypatch):
-    monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
+    monkeypatch.setattr(sizes, "choose_layout", lambda *_, **__: layout)
     with LLM(model, **OPTIONS) as llm:
         want = told(llm.generate(PROMPTS, GREEDY))
         llm.sleep(level)

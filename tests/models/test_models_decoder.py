@@ -143,7 +143,7 @@ def test_sixteen_bits_err_no_more_than_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Error against float32 at most 1.5 times that of the oracle in the same dtype."""
-    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_: layout)
+    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_, **__: layout)
     decoder = load_decoder(llama, dtype=dtype, device="cpu")
     assert decoder.dtype == dtype
     ids = prompt(LENGTH, decoder.config.vocab_size)
@@ -243,7 +243,7 @@ def _expert_layers(layer: Layer) -> list[ExpertLayer]:
 
 def test_plain_tied_head_is_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = linear.Layout.PLAIN
-    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_: plain)
+    monkeypatch.setattr("onestem.models.sizes.choose_layout", lambda *_, **__: plain)
     path = make_tiny("qwen2", tmp_path)
     decoder = load_decoder(path, dtype=torch.bfloat16, device="cpu")
     assert decoder.head.weight is decoder.embedding

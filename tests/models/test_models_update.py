@@ -32,7 +32,7 @@ LAYOUTS = [
 @pytest.fixture
 def layout_of(monkeypatch):
     """Have all models loaded in a layout."""
-    return lambda layout: monkeypatch.setattr(sizes, "choose_layout", lambda *_: layout)
+    return lambda layout: monkeypatch.setattr(sizes, "choose_layout", lambda *_, **__: layout)
 
 
 def held(decoder: Decoder) -> list[Tensor]:
