@@ -30,7 +30,9 @@ def test_a_conversation_is_a_hit_whichever_api_it_comes_through(http):
         message = folded_message(events_of(answer.content)) if stream else answer.json()
         if stream:
             start = events_of(answer.content)[0]["message"]["usage"]
-            assert start == message["usage"] | {"output_tokens": 1}
+            # A busy machine has more than the first token when the stream begins.
+            assert 1 <= start["output_tokens"] <= message["usage"]["output_tokens"]
+            assert start | {"output_tokens": 0} == message["usage"] | {"output_tokens": 0}
         assert message["usage"] == {
             "input_tokens": 0,
             "cache_creation_input_tokens": 1,
@@ -115,7 +117,10 @@ def test_errors_have_anthropics_form(http):
         assert body["type"] == "error"
         assert body["error"]["type"] == kind
         assert body["request_id"] == answer.headers["request-id"]
-    late = http.post("/v1/messages", json={**ASKED, "timeout": 0.001, "max_tokens": 500})
+    # One that has been answered when its time is looked at is not late.
+    asked = {**ASKED, "timeout": 0.001, "max_tokens": 500}
+    answers = (http.post("/v1/messages", json=asked) for _ in range(50))
+    late = next(answer for answer in answers if answer.status_code != 200)
     assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
 
 
