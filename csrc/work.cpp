@@ -244,6 +244,7 @@ class GridUnits {
 
   int32_t start_of(const Piece& p) const { return plan_.runs[p.run].position + p.lo; }
   int32_t stop_of(const Piece& p) const { return plan_.runs[p.run].position + p.hi; }
+
   void put_in_order(size_t atom) {
     std::vector<Piece>& walk = walks_[atom];
     std::sort(walk.begin(), walk.end(),

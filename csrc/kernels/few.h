@@ -80,17 +80,10 @@ class FewItem {
   template <class Walker>
   friend void walk_tiles(const AttentionCall&, const Item&, int32_t, Tile*, Bounds*, Walker&);
 
-  void set_bounds(const Piece& piece) {
-    for (int32_t j = 0; j < item_->num_rows; ++j) {
-      bounds_[j] = bounds_of(call_->work, *item_, piece, j);
-    }
-  }
+  void begin_piece() {}
 
-  void end_segment(bool first) {
-    if (!first) fold_segment();
-    const Sums ended = now_;
-    now_ = before_;
-    before_ = ended;
+  void begin_segment() {
+    exchange(now_, before_);
     clear();
   }
 

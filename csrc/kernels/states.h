@@ -36,6 +36,12 @@ struct Sums {
         sum(scratch.take<float>(lanes)) {}
 };
 
+inline void exchange(Sums& a, Sums& b) {
+  const Sums first = a;
+  a = b;
+  b = first;
+}
+
 // The sum of a query head's row over one item. `values` [dim], not normalised.
 struct Partial {
   const float* values;

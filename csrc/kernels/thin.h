@@ -90,16 +90,13 @@ class ThinItem {
     TileWalk walk(*call_, *item_, kTokens);
     const Piece* piece = nullptr;
     while (walk.next(*tile_)) {
-      if (tile_->piece != piece) set_bounds(*(piece = tile_->piece));
+      if (tile_->piece != piece) {
+        piece = tile_->piece;
+        find_bounds(call_->work, *item_, *piece, bounds_);
+      }
       if (all_seen(call_->work, *piece) || skip_unseen(*tile_, bounds_, item_->num_rows)) {
         attend_tile(*tile_);
       }
-    }
-  }
-
-  void set_bounds(const Piece& piece) {
-    for (int32_t j = 0; j < item_->num_rows; ++j) {
-      bounds_[j] = bounds_of(call_->work, *item_, piece, j);
     }
   }
 

@@ -92,6 +92,10 @@ inline Bounds bounds_of(const WorkView& work, const Item& item, const Piece& pie
   return bounds;
 }
 
+inline void find_bounds(const WorkView& work, const Item& item, const Piece& piece, Bounds* rows) {
+  for (int32_t j = 0; j < item.num_rows; ++j) rows[j] = bounds_of(work, item, piece, j);
+}
+
 // Whether every token of an item's piece is seen by one of its rows: a window hides only what is
 // older, so rows that see up to the same token leave none out.
 inline bool all_seen(const WorkView& work, const Piece& piece) {
@@ -121,8 +125,9 @@ inline bool skip_unseen(Tile& tile, const Bounds* rows, int32_t num_rows) {
   return true;
 }
 
-// Shows a walker an item's tiles, of at most `size` tokens, each with the next: `set_bounds` for a new
-// piece, `attend_tile`, and on the grid `end_segment` where another begins. Two tiles at `tiles`.
+// Shows a walker an item's tiles, of at most `size` tokens, each with the next: `attend_tile`. Before,
+// `begin_piece`, with what its rows see in `bounds`; on the grid `begin_segment` behind the first, and
+// `fold_segment` for each of the others when it has ended. Two tiles at `tiles`.
 template <class Walker>
 void walk_tiles(const AttentionCall& call, const Item& item, int32_t size, Tile* tiles,
                 Bounds* bounds, Walker& walker) {
@@ -133,10 +138,15 @@ void walk_tiles(const AttentionCall& call, const Item& item, int32_t size, Tile*
   for (bool more = walk.next(*now); more;) {
     more = walk.next(*next);
     if (call.work.grid && piece != nullptr && now->start == segment_start(now->start)) {
-      walker.end_segment(!folded);
+      if (folded) walker.fold_segment();
+      walker.begin_segment();
       folded = true;
     }
-    if (now->piece != piece) walker.set_bounds(*(piece = now->piece));
+    if (now->piece != piece) {
+      piece = now->piece;
+      find_bounds(call.work, item, *piece, bounds);
+      walker.begin_piece();
+    }
     if (all_seen(call.work, *piece) || skip_unseen(*now, bounds, item.num_rows)) {
       walker.attend_tile(*now, more ? next : nullptr);
     }

@@ -91,12 +91,9 @@ class WideItem {
   template <class Walker>
   friend void walk_tiles(const AttentionCall&, const Item&, int32_t, Tile*, Bounds*, Walker&);
 
-  // A segment's states go into those of the segments before it, and the next begins with none.
-  void end_segment(bool first) {
-    if (!first) fold_segment();
-    const Sums ended = now_;
-    now_ = before_;
-    before_ = ended;
+  // A segment begins without states; what was summed so far waits for its end.
+  void begin_segment() {
+    exchange(now_, before_);
     for (int32_t b = 0; b < num_blocks_; ++b) clear(blocks_[b]);
   }
 
@@ -164,10 +161,7 @@ class WideItem {
     position_[lane] = static_cast<float>(call_->work.row_position[row]);
   }
 
-  void set_bounds(const Piece& piece) {
-    for (int32_t j = 0; j < item_->num_rows; ++j) {
-      bounds_[j] = bounds_of(call_->work, *item_, piece, j);
-    }
+  void begin_piece() {
     for (int32_t b = 0; b < num_blocks_; ++b) set_bounds(blocks_[b]);
   }
 

@@ -25,11 +25,9 @@ from onestem.ops.cpu import is_built
 from onestem.ops.reference import ReferenceAttention
 from tests.ops.cpu_isas import EVERY_ISA, Isa
 from tests.ops.test_attention import assert_matches
-from tests.ops.test_cpu_attention import COSTS
+from tests.ops.test_cpu_attention import COSTS, DTYPES, isas_with
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @dataclass
@@ -210,11 +208,10 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("isa", EVERY_ISA, ids=str)
+@pytest.mark.parametrize(
+    ("isa", "dtype"), [(isa, dtype) for dtype in DTYPES for isa in isas_with(dtype)], ids=str
+)
 def test_rows_have_the_same_bits_in_any_plan(isa: Isa, dtype: torch.dtype) -> None:
-    if not isa.has(dtype):
-        pytest.skip("the kernels are another instruction set's")
     for seed in range(3 if isa.module else 12):
         assert different_rows(np.random.default_rng(seed), isa, dtype) == 0, seed
 
