@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native, takes_size
+from onestem.ops.delta import DeltaOps
 from onestem.ops.layers import LayerOps
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.reference import ReferenceAttention
@@ -130,6 +131,11 @@ def resolve_layers(device: torch.device | str = "cpu", *, deterministic: bool = 
         return TritonLayers()
     here = device.type == "cpu" and is_built()
     return CpuLayers(deterministic=deterministic) if here else LayerOps()
+
+
+def resolve_delta(device: torch.device | str = "cpu") -> DeltaOps:
+    """The operations of layers with a gated delta rule on a device."""
+    return DeltaOps()
 
 
 def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:

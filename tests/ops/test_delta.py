@@ -1,0 +1,244 @@
+"""Operations of layers with a gated delta rule, against the recurrence in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onestem.errors import ConfigError
+from onestem.ops import DeltaOps, PartRows, StateRows, resolve_delta
+from onestem.ops.state_rows import CHUNK, FEW_ROWS
+from tests.ops.reference_delta import reference_conv, reference_rule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = [DeltaOps()]
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [(2, 4, 16, 32), (1, 3, 32, 16), (2, 2, 128, 128)]  # key heads, value heads, dk, dv
+
+every_ops = pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def rows_of(*parts: tuple[int, int, int, int]) -> StateRows:
+    """Parts (rows, position, source, target) one after the other."""
+    count, position, source, target = np.array(parts, np.int32).reshape(-1, 4).T
+    return StateRows(np.cumsum(count, dtype=np.int32) - count, count, position, source, target)
+
+
+# A decode, padding, a prompt from its beginning, forks of one state in and across chunks, a part of
+# few rows, and one that fills its chunks.
+MIXED = rows_of(
+    (1, 700, 0, 0),
+    (0, 0, -1, -1),
+    (70, 0, -1, 3),
+    (1, 64, 1, 2),
+    (FEW_ROWS + 1, 64, 1, 4),
+    (130, 37, 1, 5),
+    (3, 63, 6, 6),
+    (2 * CHUNK, 128, 7, 7),
+)
+SLOTS = 9
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of `delta_rule`; q, k and v are parts of one row, as a convolution gives them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    @staticmethod
+    def drawn(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Inputs:
+        key_heads, heads, dk, dv = sizes
+        qkv = drawn(rows, 2 * key_heads * dk + heads * dv, dtype=dtype)
+        q, k, v = qkv.split((key_heads * dk, key_heads * dk, heads * dv), 1)
+        decay = -drawn(rows, heads, seed=1).exp() * 0.3
+        beta = drawn(rows, heads, seed=2).sigmoid()
+        views = q.unflatten(1, (-1, dk)), k.unflatten(1, (-1, dk)), v.unflatten(1, (-1, dv))
+        return Inputs(*views, decay, beta)
+
+    def part(self, begin: int, end: int) -> Inputs:
+        return Inputs(*(x[begin:end] for x in vars(self).values()))
+
+    def all(self) -> tuple[Tensor, ...]:
+        return tuple(vars(self).values())
+
+
+def assert_near(got: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Off by one rounding to its own type, and by 16 units of `dtype`, in which products are
+    computed, of the largest value: the error of a few sums in a row."""
+    unit = torch.finfo(dtype or torch.float32).eps
+    assert got.shape == exact.shape
+    allowed = exact.abs() * torch.finfo(got.dtype).eps + 16 * unit * float(exact.abs().max())
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+def run(ops: DeltaOps, inputs: Inputs, states: Tensor, rows: StateRows) -> Tensor:
+    return ops.delta_rule(*inputs.all(), states, PartRows.of(rows, DEVICE))
+
+
+@every_ops
+@every_dtype
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_delta_rule(ops: DeltaOps, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    inputs = Inputs.drawn(int(MIXED.count.sum()), sizes, dtype)
+    states = drawn(SLOTS, sizes[1], sizes[2], sizes[3], seed=3)
+    MIXED.check(len(inputs.q), SLOTS)
+    exact, after = reference_rule(*inputs.all(), states, MIXED)
+    before = states.clone()
+    got = run(ops, inputs, states, MIXED)
+    assert got.dtype == dtype
+    assert_near(got, exact)
+    written = MIXED.target[MIXED.count > 0]
+    assert_near(states[written], after[written])
+    kept = np.setdiff1d(np.arange(SLOTS), written)
+    assert torch.equal(states[kept], before[kept])
+
+
+@every_ops
+@pytest.mark.parametrize("cuts", [(64, 128), (1, 2, 3), (63, 65), (30, 40, 139), (100,)], ids=str)
+def test_a_prompt_may_be_cut_anywhere(ops: DeltaOps, cuts: tuple[int, ...]) -> None:
+    sizes = (1, 2, 32, 16)
+    inputs, states = Inputs.drawn(140, sizes, torch.float32), torch.zeros(1, 2, 32, 16).to(DEVICE)
+    exact, after = reference_rule(*inputs.all(), states, rows_of((140, 0, -1, 0)))
+    ends = (*cuts, 140)
+    pieces = []
+    for begin, end in zip((0, *ends), ends, strict=False):
+        rows = rows_of((end - begin, begin, 0 if begin else -1, 0))
+        pieces.append(run(ops, inputs.part(begin, end), states, rows))
+    assert_near(torch.cat(pieces), exact)
+    assert_near(states, after)
+
+
+@every_ops
+def test_cuts_between_chunks_change_no_bit(ops: DeltaOps) -> None:
+    """Chunks count from position 0, so the same ones are computed."""
+    inputs = Inputs.drawn(3 * CHUNK, (1, 2, 32, 16), torch.float32)
+    whole, cut = torch.zeros(2, 1, 2, 32, 16).to(DEVICE)
+    want = run(ops, inputs, whole, rows_of((3 * CHUNK, 0, -1, 0)))
+    pieces = [
+        run(ops, inputs.part(0, CHUNK), cut, rows_of((CHUNK, 0, -1, 0))),
+        run(ops, inputs.part(CHUNK, 3 * CHUNK), cut, rows_of((2 * CHUNK, CHUNK, 0, 0))),
+    ]
+    assert torch.equal(torch.cat(pieces), want)
+    assert torch.equal(cut, whole)
+
+
+@every_ops
+@pytest.mark.parametrize("rows", [4, 70])
+@pytest.mark.parametrize("decay", [0.0, -1e-6, -50.0, -1e4])
+def test_extreme_decays(ops: DeltaOps, rows: int, decay: float) -> None:
+    """No infinity and no NaN where e^(sum of decays) vanishes; nothing is lost without decay."""
+    inputs = Inputs.drawn(rows, (1, 2, 32, 16), torch.float32)
+    inputs.decay.fill_(decay)
+    inputs.beta[:, 1] = 1.0
+    states = drawn(1, 2, 32, 16, seed=3)
+    exact, after = reference_rule(*inputs.all(), states, rows_of((rows, 5, 0, 0)))
+    assert_near(run(ops, inputs, states, rows_of((rows, 5, 0, 0))), exact)
+    assert_near(states, after)
+
+
+@every_ops
+@every_dtype
+@pytest.mark.parametrize("channels", [7, 96])
+def test_causal_conv(ops: DeltaOps, dtype: torch.dtype, channels: int) -> None:
+    rows = int(MIXED.count.sum())
+    x = drawn(rows, channels + 5, dtype=dtype)[:, :channels]
+    weight = drawn(channels, 4, dtype=dtype, seed=1)
+    states = drawn(SLOTS, 3, channels, dtype=dtype, seed=2)
+    exact, after = reference_conv(x, weight, states, MIXED)
+    got = ops.causal_conv(x, weight, states, PartRows.of(MIXED, DEVICE))
+    assert got.dtype == dtype
+    assert_near(got, exact)
+    assert torch.equal(states.double(), after)
+
+
+@every_ops
+@every_dtype
+def test_gates_and_norm(ops: DeltaOps, dtype: torch.dtype) -> None:
+    a, b = drawn(5, 13, dtype=dtype).split((6, 7), 1)
+    b = b[:, :6]
+    a_log, dt_bias = drawn(6, seed=1), drawn(6, seed=2)
+    decay, beta = ops.gates(a, b, a_log, dt_bias)
+    assert decay.dtype == beta.dtype == torch.float32
+    assert_near(decay, -a_log.double().exp() * (1 + (a.double() + dt_bias).exp()).log())
+    assert_near(beta, 1 / (1 + (-b.double()).exp()))
+    x, z = drawn(5, 6, 24, dtype=dtype, seed=3), drawn(5, 200, dtype=dtype, seed=4)[:, :144]
+    z = z.unflatten(1, (6, 24))
+    for weight in (drawn(24, dtype=dtype, seed=5), drawn(24, seed=5)):
+        wide, gate = x.double(), z.double()
+        exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        got = ops.gated_norm(x, weight, z, 1e-5)
+        assert got.dtype == dtype
+        assert_near(got, exact * gate / (1 + (-gate).exp()))
+
+
+def test_chunks_count_from_position_0() -> None:
+    chunks, scans = MIXED.chunks()
+    assert scans.tolist() == [[2, 0, 2], [4, 2, 1], [5, 3, 3], [7, 6, 2]]
+    first, count = [1, 65, 72, 81, 108, 172, 214, 278], [64, 6, 9, 27, 64, 39, 64, 64]
+    assert chunks.T.tolist() == [first, count]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(2, 0, -1, 0), (1, 0, -1, 0)], "two parts write one slot"),
+        ([(2, 0, 0, 0), (1, 0, 0, 1)], "reads a slot that another one writes"),
+        ([(2, 0, 0, 4)], "a slot is not among 4"),
+        ([(11, 0, -1, 0)], "rows overlap or leave 10"),
+    ],
+)
+def test_wrong_rows_are_refused(parts: list[tuple[int, int, int, int]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rows_of(*parts).check(10, 4)
+
+
+@every_ops
+def test_wrong_shapes_are_refused(ops: DeltaOps) -> None:
+    rows = PartRows.of(rows_of((4, 0, -1, 0)), DEVICE)
+    inputs = Inputs.drawn(4, (2, 4, 16, 32), torch.float32)
+    states = drawn(2, 4, 16, 32)
+    with pytest.raises(ConfigError, match="states are torch"):
+        ops.delta_rule(*inputs.all(), states.bfloat16(), rows)
+    with pytest.raises(ConfigError, match="a multiple of their heads"):
+        ops.delta_rule(*inputs.all()[:2], drawn(4, 3, 32), *inputs.all()[3:], states, rows)
+    with pytest.raises(ConfigError, match=r"expected torch.float32 \(2, 3, 8\)"):
+        ops.causal_conv(drawn(4, 8), drawn(8, 4), drawn(2, 3, 9), rows)
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_agrees_with_transformers(rows: int) -> None:
+    """Its chunked and its recurrent form, which the models' authors' weights are used with."""
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    inputs = Inputs.drawn(rows, (2, 4, 32, 16), torch.float32)
+    states = drawn(1, 4, 32, 16, seed=3)
+    before = states.clone()
+    got = run(resolve_delta(DEVICE), inputs, states, rows_of((rows, 0, 0, 0)))
+    for form in (module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule):
+        q, k, v, decay, beta = (x[None] for x in inputs.all())
+        q, k = (x.repeat_interleave(2, 2) for x in (q, k))
+        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        want, after = form(q, k, v, g=decay, beta=beta, initial_state=before, **flags)
+        assert_near(got, want[0].double())
+        assert_near(states, after.double())
+
+
+@every_ops
+def test_nothing_to_do(ops: DeltaOps) -> None:
+    states = drawn(2, 4, 16, 32)
+    inputs, before = Inputs.drawn(0, (2, 4, 16, 32), torch.float32), states.clone()
+    assert run(ops, inputs, states, rows_of()).shape == (0, 4, 32)
+    assert torch.equal(states, before)
