@@ -16,7 +16,7 @@ from onestem.cache.storage import DiskStore, HostStore
 from onestem.engine.engine import Engine
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace
-from onestem.engine.warm_up import warm_up
+from onestem.engine.warm_up import SHARES, warm_up
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.models.config import GenerationDefaults, ModelConfig
 from onestem.models.decoder import Decoder
@@ -150,6 +150,7 @@ def _keep_below(engine: Engine, path: Path) -> None:
     options, disk, identity = engine.options, None, ""  # of one process, unless there are files
     size = options.tensor_parallel_size
     host = parse_memory(options.host_kv) // size
+    row_seconds = None
     if options.disk_kv is not None:
         identity = kv_identity(options, path)
         most = parse_memory(options.disk_kv_size)
@@ -157,7 +158,11 @@ def _keep_below(engine: Engine, path: Path) -> None:
         # What is read for a request must stay until it is admitted.
         token = engine.weights.decoder.kv_bytes_per_token
         host = max(host, min(READ_MEMORY // size, 4 * engine.max_model_len * token))
+        if options.device.startswith("cuda"):  # where reading has to beat computing
+            row_seconds = warm_up(engine, SHARES[:1])
     engine.keep_below(identity, host=HostStore(host) if host > 0 else None, disk=disk)
+    if engine.tiers is not None:
+        engine.tiers.stores.rates.row_seconds = row_seconds
 
 
 def kv_identity(options: EngineOptions, path: Path) -> str:

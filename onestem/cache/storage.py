@@ -49,47 +49,63 @@ class HostStore:
     """Rows in host memory. Threads may share it.
 
     Args:
-        budget: bytes.
+        budget: bytes; half of it at most is kept for what is awaited.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_bytes = 0
-        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
+        self._awaited_bytes = 0
+        self._tensors, self._awaited = OrderedDict[str, Tensor](), OrderedDict[str, Tensor]()
         self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._awaited
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._tensors) + len(self._awaited)
 
     def get(self, name: str) -> Tensor | None:
         """What has a name, which counts as used; None: it is not here."""
         with self._lock:
-            kv = self._tensors.get(name)
+            kv = self._pop(name)
             if kv is not None:
-                self._tensors.move_to_end(name)
+                self._tensors[name] = kv
+                self.num_bytes += kv.nbytes
             return kv
 
-    def put(self, name: str, kv: Tensor) -> bool:
-        """Keep rows; False if they alone exceed the budget."""
+    def put(self, name: str, kv: Tensor, *, is_awaited: bool = False) -> bool:
+        """Keep rows; False if they alone exceed the budget. `is_awaited`: they were read for a
+        request, which what is evicted until then must not displace."""
         if kv.nbytes > self.budget:
             return False
         with self._lock:
-            known = self._tensors.pop(name, None)
-            self.num_bytes += kv.nbytes - (0 if known is None else known.nbytes)
-            self._tensors[name] = kv
+            self._pop(name)
+            (self._awaited if is_awaited else self._tensors)[name] = kv
+            self.num_bytes += kv.nbytes
+            self._awaited_bytes += kv.nbytes * is_awaited
+            while self._awaited_bytes > self.budget // 2:
+                oldest, kv = self._awaited.popitem(last=False)
+                self._awaited_bytes -= kv.nbytes
+                self._tensors[oldest] = kv
             while self.num_bytes > self.budget:
-                _, oldest = self._tensors.popitem(last=False)
-                self.num_bytes -= oldest.nbytes
+                _, kv = self._tensors.popitem(last=False)
+                self.num_bytes -= kv.nbytes
         return True
 
     def discard(self, name: str) -> None:
         """Drop what has a name, if it is here."""
         with self._lock:
+            self._pop(name)
+
+    def _pop(self, name: str) -> Tensor | None:
+        kv = self._awaited.pop(name, None)
+        if kv is not None:
+            self._awaited_bytes -= kv.nbytes
+        else:
             kv = self._tensors.pop(name, None)
-            self.num_bytes -= 0 if kv is None else kv.nbytes
+        self.num_bytes -= 0 if kv is None else kv.nbytes
+        return kv
 
 
 class DiskStore:

@@ -324,7 +324,7 @@ class Engine:
             self._commit(0)
         self.launcher.sample(self.batch_rows, changes, logits)
         if self.tiers is not None:  # other ranks take no messages before all logits are made
-            self.tiers.note_chunks(changes.chunks)
+            self.tiers.note_launched(changes.chunks)
         self.results.end_unsampled()
         stats, pool = self.stats, self.cache.pool
         stats.steps += 1

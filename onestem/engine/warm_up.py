@@ -13,12 +13,15 @@ PROMPTS = 16
 SHARES = (1.0, 0.75, 0.5)
 
 
-def warm_up(engine: Engine, shares: Sequence[float] = SHARES) -> None:
+def warm_up(engine: Engine, shares: Sequence[float] = SHARES) -> float | None:
     """Run full steps of prompts behind a prefix, then forget them. A GPU's kernels are compiled and
     chosen meanwhile.
 
     Args:
         shares: of the rows of a full step that each of them has.
+
+    Returns:
+        seconds that a prompt's row took; None: there were too few.
     """
     tokens, names = count(), map(str, count())
     vocab_size, room = engine.weights.decoder.config.vocab_size, engine.max_model_len - 2
@@ -41,4 +44,6 @@ def warm_up(engine: Engine, shares: Sequence[float] = SHARES) -> None:
             pass
     engine.cache.clear()
     engine.reset_stats()
+    seconds = engine.limits.row_seconds
     engine.limits.forget()
+    return seconds

@@ -130,6 +130,9 @@ class _OnAllRanks(NamedTuple):
     def done(self) -> bool:
         return self.own.done()
 
+    def hurry(self) -> None:
+        self.own.hurry()
+
     def wait(self) -> None:
         self._end(self.own.wait)
 
@@ -187,6 +190,7 @@ class PartOfTiers:
         self._copying[number] = self._copies.into(
             [Part(rows[of][0], first, slots) for of, first, slots in parts]
         )
+        self._copying[number].hurry()  # rank 0 does not tell when it goes on
 
     def join(self, number: int) -> None:
         """Let the next step wait for what `into` has begun."""

@@ -240,6 +240,26 @@ def test_host_budget_lets_the_oldest_go():
     assert len(store) == 2
 
 
+def test_what_is_awaited_goes_last():
+    """Until it is used, and as far as half of the budget goes."""
+    store = HostStore(100)
+    part = torch.zeros(20, dtype=torch.uint8)
+    for name in "ab":
+        store.put(name, part, is_awaited=True)
+    for name in "cdefg":
+        store.put(name, part)
+    assert [name for name in "abcdefg" if name in store] == ["a", "b", "e", "f", "g"]
+    store.get("a")
+    store.put("h", part, is_awaited=True)
+    store.put("i", part, is_awaited=True)  # three are more than half: the oldest counts as others
+    assert [name for name in "abefghi" if name in store] == ["a", "b", "g", "h", "i"]
+    for name in "jkl":
+        store.put(name, part)
+    assert [name for name in "abghijkl" if name in store] == ["h", "i", "j", "k", "l"]
+    store.discard("h")
+    assert (store.num_bytes, len(store)) == (80, 4)
+
+
 def test_disk_budget_lets_the_oldest_go(tmp_path):
     module = torch.zeros(16, 16)
     size = 2 * module.nbytes + 1024

@@ -164,6 +164,33 @@ def test_a_second_job_computes_its_own_tokens(tiny, tmp_path, monkeypatch, on_gp
     assert kept == sum(map(len, heads))
 
 
+@pytest.mark.parametrize("pieces", [24, 32])
+def test_what_is_evicted_leaves_what_was_read_ahead(tiny, tmp_path, monkeypatch, pieces):
+    """As on a GPU, over a host's memory for few groups: each reader's rate is known before the
+    first request, and no group's pieces are gone when its turn comes."""
+    monkeypatch.setattr("onestem.engine.tiers.prefixes.PIECE_TOKENS", 32)
+    rng = np.random.default_rng(1)
+    heads = [[3 + i, *rng.integers(3, 270, 124).tolist()] for i in range(20)]
+    prompts = [[*head, *range(3 + 12 * i, 15 + 12 * i)] for head in heads for i in range(16)]
+    requests = [
+        replace(one, group=i // 16, group_prefix_tokens=125)
+        for i, one in enumerate(requests_for(prompts, max_tokens=7))
+    ]
+    size = 32 * make_engine(tiny("llama")).weights.decoder.kv_bytes_per_token
+    monkeypatch.setattr("onestem.engine.tiers.copies._CpuCopies.is_aside", True)
+    monkeypatch.setattr("onestem.engine.tiers.rates.CopyRates.note_step", lambda *_: None)
+    for computed in (137 + 15 * 12, 16 * 12):  # of a group
+        engine = engine_with(
+            tiny("llama"), tmp_path, num_pages=3750, page_size=1, host=pieces * size
+        )
+        rates = engine.tiers.stores.rates
+        assert (rates.reader(1) is None) == (computed > 200)
+        rates.row_seconds = 1.0
+        outputs = list(engine.run(requests))
+        engine.close()
+        assert sum(one.metrics.num_computed_tokens for one in outputs) == 20 * computed
+
+
 def test_files_are_read_before_their_turn(tiny):
     """A group ahead, since host memory takes the files of so many; none from one without files."""
     engine = engine_with(tiny("llama"))

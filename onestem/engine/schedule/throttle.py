@@ -67,31 +67,33 @@ class StepLimits:
             chosen their kernels before.
         step_seconds: what a step may take, by the measured time of a prompt's row; None: no limit
             but `step_tokens`. It may be changed between steps.
+        row_seconds: of a prompt's row, as measured; None: not yet.
     """
 
     step_tokens: int
     step_seconds: float | None = None
-    _row: float | None = None  # seconds of a prompt's row
+    row_seconds: float | None = None
 
     def rows(self, decodes: int = 0) -> int:
         """Rows of prompts that the next step may have beside `decodes` decodes."""
         most = max(self.step_tokens - decodes, (self.step_tokens + 1) // 2)
         if self.step_seconds is None:
             return most
-        if self._row is None:
+        if self.row_seconds is None:
             return min(most, FIRST_ROWS)
-        return min(most, max(FEWEST_ROWS, int(self.step_seconds / self._row)))
+        return min(most, max(FEWEST_ROWS, int(self.step_seconds / self.row_seconds)))
 
     def note(self, prompt_rows: int, seconds: float) -> None:
         """Note that a step with `prompt_rows` rows of prompts took `seconds`."""
         if prompt_rows < FEWEST_ROWS:
             return
         row = seconds / prompt_rows
-        self._row = row if self._row is None else _mean(self._row, row)
+        known = self.row_seconds
+        self.row_seconds = row if known is None else _mean(known, row)
 
     def forget(self) -> None:
         """Measure the time of a row again."""
-        self._row = None
+        self.row_seconds = None
 
 
 CHECK_SHARE = 0.001  # of the time may go into checks

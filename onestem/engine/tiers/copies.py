@@ -2,15 +2,15 @@
 
 On a GPU they go through a buffer there, over pinned memory and on streams of their own: copies out
 wait for the steps that wrote the pages, and copies in for those that still read them. Steps go on
-meanwhile. On a CPU copies in are made by a thread, without PyTorch's threads, which belong to the
-steps.
+meanwhile; their inputs go over the same bus, so copies in are made in small parts, some with each
+step. On a CPU copies in are made by a thread, without PyTorch's threads, which belong to the steps.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -23,6 +23,9 @@ from onestem.cache.pieces import PIECE_TOKENS
 from onestem.engine.tiers.arena import PinnedArena
 
 __all__ = ["Copied", "KvCopies", "Part", "copies_of"]
+
+PART_BYTES = 16 << 20  # a third of a millisecond on the bus, for which a step's inputs wait
+PARTS_AHEAD = 20  # on the bus or begun: a little longer than a step of decodes takes
 
 _BITS = {2: np.int16, 4: np.int32}
 
@@ -45,7 +48,11 @@ class Copied(Protocol):
     """A copy that was begun."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has ended; if not, it goes on. To be called with each step."""
+        ...
+
+    def hurry(self) -> None:
+        """Begin all that was to begin with later steps."""
         ...
 
     def wait(self) -> None:
@@ -111,6 +118,9 @@ class _ByThread:
 
     def done(self) -> bool:
         return self._future.done()
+
+    def hurry(self) -> None:
+        pass
 
     def wait(self) -> None:
         self._future.result()
@@ -181,18 +191,45 @@ def _bits(tensor: Tensor) -> np.ndarray:
 
 
 class _ByStream:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
+    """Parts of a copy. `launch` begins one of them, rows and their index, on a stream and gives the
+    event of its end."""
+
+    def __init__(
+        self,
+        parts: Iterable[tuple[Tensor, int]],
+        launch: Callable[[Tensor, int], torch.cuda.Event],
+        device: torch.device,
+    ) -> None:
+        self._left = deque(parts)
+        self._launch = launch
         self._device = device
+        self._going: deque[torch.cuda.Event] = deque()
+        self._begin(PARTS_AHEAD)
+
+    def _begin(self, most: int) -> None:
+        while self._left and len(self._going) < most:
+            self._going.append(self._launch(*self._left[0]))
+            self._left.popleft()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        while self._going and self._going[0].query():
+            self._going.popleft()
+        # Where all have ended, steps are long, and what is launched beside them delays none.
+        self._begin(PARTS_AHEAD if self._going else len(self._left))
+        return not self._going
+
+    def hurry(self) -> None:
+        self._begin(len(self._going) + len(self._left))
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.hurry()
+        if self._going:
+            self._going[-1].synchronize()
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self.hurry()
+        if self._going:
+            torch.cuda.current_stream(self._device).wait_event(self._going[-1])
 
 
 class _GpuCopies:
@@ -206,9 +243,12 @@ class _GpuCopies:
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
         self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
-        shape = (PIECE_TOKENS, self.width)
-        self._buffers = [torch.empty(shape, dtype=self.dtype, device=self._device) for _ in "123"]
-        self._emptied = [torch.cuda.Event() for _ in "12"]  # the first two, for copies out
+        part = max(1, PART_BYTES // (self.width * self.dtype.itemsize))
+        self._landing, *self._buffers = (  # for copies in, and out
+            torch.empty(count, self.width, dtype=self.dtype, device=self._device)
+            for count in (part, PIECE_TOKENS, PIECE_TOKENS)
+        )
+        self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
         # What copies go to or come from must not be used again before they are done.
         self._busy: deque[tuple[torch.cuda.Event, object]] = deque()
@@ -237,7 +277,7 @@ class _GpuCopies:
         main = torch.cuda.current_stream(self._device)
         every = [self.host_rows(len(slots)) for slots in parts]
         slots = self._slots(parts)
-        for rows, at in _pieces(every):
+        for rows, at in _parts(every, PIECE_TOKENS):
             buffer, emptied = self._buffers[self._next], self._emptied[self._next]
             self._next = 1 - self._next
             main.wait_event(emptied)
@@ -256,16 +296,22 @@ class _GpuCopies:
         self._rows.locate()
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         self._in.wait_stream(self._out)  # what was copied out shortly before
-        buffer = self._buffers[2]
         with torch.cuda.stream(self._in):
             slots = self._slots([part.slots for part in parts])
-            for rows, at in _pieces([part.rows for part in parts]):
-                buffer[: len(rows)].copy_(rows, non_blocking=True)
-                self._rows.scatter(slots, at, len(rows), buffer)
-            event = torch.cuda.Event()
-            event.record(self._in)
-        self._keep(event, parts)
-        return _ByStream(event, self._device)
+
+        @torch.inference_mode()
+        def launch(rows: Tensor, at: int) -> torch.cuda.Event:
+            landing = self._landing[: len(rows)]
+            with torch.cuda.stream(self._in):
+                landing.copy_(rows, non_blocking=True)
+                self._rows.scatter(slots, at, len(rows), landing)
+                event = torch.cuda.Event()
+                event.record(self._in)
+            self._keep(event, parts)
+            return event
+
+        every = _parts([part.rows for part in parts], len(self._landing))
+        return _ByStream(every, launch, self._device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -273,10 +319,10 @@ class _GpuCopies:
         self._arena.close()
 
 
-def _pieces(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """Rows that a buffer holds, and their index in all parts together."""
+def _parts(every: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int]]:
+    """At `most` so many rows, and their index in all tensors together."""
     at = 0
-    for rows in parts:
-        for piece in rows.split(PIECE_TOKENS):
-            yield piece, at
-            at += len(piece)
+    for rows in every:
+        for part in rows.split(most):
+            yield part, at
+            at += len(part)

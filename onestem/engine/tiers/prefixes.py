@@ -87,11 +87,11 @@ class PrefixTiers:
         return len(self._index)
 
     def _note_files(self, names: list[str]) -> None:
-        for name in names:
-            piece = Piece.from_name(name)
-            if piece is not None:
-                self._index.add(piece)
-                self._stores.disk_pays(piece.name, piece.num_tokens)  # one is measured
+        pieces = [piece for piece in map(Piece.from_name, names) if piece is not None]
+        # First, so that the rate is known to whom finds one; those of late are wanted soonest.
+        self._stores.measure((piece.name, piece.num_tokens) for piece in reversed(pieces))
+        for piece in pieces:
+            self._index.add(piece)
 
     def _tokens_of(self, piece: Piece) -> np.ndarray | None:
         disk = self._stores.disk
@@ -153,7 +153,8 @@ class PrefixTiers:
             self._stores.aside(self._prune)
 
     def _prune(self) -> None:
-        self._index.prune(self._stores.has)
+        stores = self._stores
+        self._index.prune(lambda name: stores.on_host(name) or stores.is_written(name))
         self._most_pieces = max(MANY_PIECES, 2 * self.num_pieces)
 
     def save_idle(self) -> bool:
@@ -290,6 +291,11 @@ class PrefixTiers:
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True
+
+    def go_on(self) -> None:
+        """Let copies go on, whether their sequences are looked at in a step or not."""
+        for load in self._loading.values():
+            load.copied.done()
 
     def wait(self) -> bool:
         """Wait for the oldest copy; False: there is none."""

@@ -8,7 +8,7 @@ __all__ = ["CopyRates"]
 
 LARGE_STEP = 256  # rows of prompts; steps with fewer wait for the weights
 MEASURED_ROWS = 4096  # at once: a step that is noticed late makes the one after it look short
-FADING = 0.95  # of the best rate of computing, with each that is measured
+FADING = 0.95  # of the best rates, with each that is measured
 READ_SECONDS = 2.0  # after which a reader's rate may be another
 
 
@@ -29,8 +29,11 @@ class CopyRates:
         self._readers: dict[int, tuple[float, float]] = {}  # by how many: bytes a second, and when
 
     def note_read(self, num_bytes: int, seconds: float, beside: int) -> None:
-        """Note how long one of `beside` readers took, with the checksum."""
-        self._readers[self._kind(beside)] = num_bytes / seconds, time.monotonic()
+        """Note how long one of `beside` readers took, with the checksum. The best of late counts:
+        one that waited for the interpreter says nothing of the disk."""
+        kind = self._kind(beside)
+        best, _ = self._readers.get(kind, (0.0, 0.0))
+        self._readers[kind] = max(num_bytes / seconds, FADING * best), time.monotonic()
 
     def reader(self, beside: int) -> float | None:
         """Bytes a second of a reader beside others, as measured of late; else beside fewer, where

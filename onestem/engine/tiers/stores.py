@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from onestem.threads import usable_cores
 __all__ = ["TierStats", "TierStores", "most_readers"]
 
 MOST_READERS = 16  # threads; each reads and checks a file
+QUICK_SECONDS = 0.25  # nobody waits longer for a rate of reading, nor are more files read for it
 PROBED_SECONDS = 1.0  # after which a file is read to see whether reading pays now
 MOST_READ_AHEAD = 64  # read and not used, where the host's store has no room for them
 MOST_UNWRITTEN = 1 << 30  # bytes that wait to be written; what comes beyond is not written
@@ -130,11 +132,28 @@ class TierStores:
             )
         ]
 
+    def measure(self, files: Iterable[tuple[str, int]]) -> None:
+        """Learn how fast some of these files (names, tokens) are read: one, and then as many as
+        there are readers at once, unless that one took long; for what reading has to beat computing
+        and no rate is known. Waits for a quick disk alone."""
+        left, most, began = iter(files), self.rates.num_readers, time.monotonic()
+
+        def read() -> None:
+            for one in islice(left, most):  # some are of other models
+                if self._timed_read(*one) is not None:
+                    break
+            if time.monotonic() < began + QUICK_SECONDS:
+                for one in islice(left, most):
+                    self._readers.submit(self._timed_read, *one)
+
+        if self.copies.is_aside and self.rates.reader(1) is None:
+            wait([self._readers.submit(read)], QUICK_SECONDS)
+
     def _read(self, name: str, num_tokens: int) -> Future[Tensor | None]:
         """Begin to read. What was read ahead and not used is dropped, oldest first."""
         future = self.reading.get(name)
         if future is None:
-            future = self._readers.submit(self._timed_read, name, num_tokens)
+            future = self._readers.submit(self._timed_read, name, num_tokens, is_awaited=True)
             self.reading[name] = future
         while len(self.reading) > MOST_READ_AHEAD:
             # Readers take out what goes to the host.
@@ -144,7 +163,7 @@ class TierStores:
             self.reading.pop(done, None)
         return future
 
-    def _timed_read(self, name: str, num_tokens: int) -> Tensor | None:
+    def _timed_read(self, name: str, num_tokens: int, *, is_awaited: bool = False) -> Tensor | None:
         host, disk = self.host, self.disk  # in this order: after `forget` none gets what is old
         if disk is None:
             return None
@@ -162,7 +181,7 @@ class TierStores:
             self._fresh.clear()
         self._fresh.add(name)
         self.rates.note_read(kv.nbytes, time.perf_counter() - started, beside)
-        if host is not None and host.put(name, kv):
+        if host is not None and host.put(name, kv, is_awaited=is_awaited):
             self.reading.pop(name, None)
         return kv
 
@@ -205,10 +224,6 @@ class TierStores:
     def is_written(self, name: str) -> bool:
         """Whether it has a file, or will have."""
         return name in self._writing or self.on_disk(name)
-
-    def has(self, name: str) -> bool:
-        """Whether a tier has it."""
-        return self.on_host(name) or self.is_written(name)
 
     def save(self, parts: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> None:
         """Keep what is in KV memory: names, tokens (int32 `[n]`) and slots (int64 `[n]`)."""

@@ -53,9 +53,11 @@ class KvTiers:
         """What was copied."""
         return self.stores.stats
 
-    def note_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """Keep the modules that are complete with a step that was launched."""
+    def note_launched(self, chunks: Iterable[Chunk]) -> None:
+        """Keep the modules that are complete with a step that was launched, and go on with copies
+        beside it."""
         self.modules.save_complete(chunk.module for chunk in chunks)
+        self.prefixes.go_on()
 
     def forget(self) -> None:
         """Drop what is kept: the model has other weights."""
