@@ -53,6 +53,7 @@ SINGLE_TURN = (
     "parallel_multiple", "irrelevance", "live_simple", "live_multiple", "live_parallel",
     "live_parallel_multiple", "live_irrelevance", "live_relevance",
 )  # fmt: skip
+KINDS = ("required", "auto", "messages", "responses", "without")
 MAX_TOKENS = 200
 MAX_LEN = 32768
 TENTH = 10
@@ -118,10 +119,9 @@ class Question:
     functions: list[Json]
 
     def asks(self, *, is_tenth: bool) -> Iterator[Ask]:
-        kinds: Sequence[str] = ("required", "auto", "messages", "responses")
-        if not self.functions:  # some in which none is to be called; calls cannot be required
-            kinds = ("without",)
-        for kind in kinds[: 4 if is_tenth else 1]:
+        # Some have no functions: none is to be called, and calls cannot be required.
+        kinds = KINDS[:-1] if self.functions else KINDS[-1:]
+        for kind in kinds[: None if is_tenth else 1]:
             yield Ask(self, kind)
 
     def check(self, name: str, arguments: Any) -> str | None:
@@ -304,7 +304,7 @@ def summary(lines: Sequence[Json]) -> Json:
     return {
         model: {
             kind: _counts([one for one in lines if (one["model"], one["kind"]) == (model, kind)])
-            for kind in ("required", "auto", "messages", "responses")
+            for kind in KINDS
         }
         for model in dict.fromkeys(one["model"] for one in lines)
     } | {"faults": [line for line in lines if line["fault"]]}
