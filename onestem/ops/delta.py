@@ -87,7 +87,7 @@ class DeltaOps:
         inputs = torch.cat((x, before.flatten(0, 1)))
 
         def places(part: np.ndarray, offset: np.ndarray) -> Tensor:
-            """Rows of `inputs`, `[.., width]`: that at `offset` in a part, after those before it."""
+            """Rows of `inputs`, `[.., width]`: that at `offset` in a part, and those before it."""
             back = offset[:, None] + np.arange(-keep, 1)
             old = len(x) + part[:, None] * keep + keep + back
             new = parts[part, 0][:, None] + back
