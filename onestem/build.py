@@ -35,6 +35,7 @@ __all__ = [
     "GIB",
     "GPU_SHARE",
     "build_engine",
+    "bits_identity",
     "check_deterministic",
     "check_ranks",
     "kv_memory_bytes",
@@ -173,12 +174,20 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
-    bits = ""
-    if options.deterministic:  # what else they depend on
-        bits = f" deterministic {options.threads} {chosen_isa()} {torch.__version__}"
+    bits = f" {bits_identity(options)}" if options.deterministic else ""
     size = options.tensor_parallel_size
     ranks = f" on {size} ranks" if size > 1 else ""
     return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
+
+
+def bits_identity(options: EngineOptions) -> str:
+    """What bits depend on besides model, tokens and options, where an engine is `deterministic`."""
+    if options.device.startswith("cuda"):
+        kind = torch.cuda.get_device_name(options.device)
+    else:
+        threads = options.threads or torch.get_num_threads()
+        kind = f"{threads} threads, {chosen_isa()}"
+    return f"{kind}, torch {torch.__version__}"
 
 
 def pick_device(name: str) -> torch.device:

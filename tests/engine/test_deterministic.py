@@ -17,12 +17,13 @@ from onestem.build import check_deterministic, kv_identity
 from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
 from onestem.errors import OnestemError, RequestError
+from onestem.jobs import run_file
 from onestem.models import linear
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.linear import Layout, choose_layout
 from onestem.models.weights import load_decoder
-from onestem.ops.cpu import CpuAttention
+from onestem.ops.cpu import CpuAttention, chosen_isa
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput, SamplingParams
 from tests.engine.harness import answer, engine_with, watch_logits
@@ -63,9 +64,23 @@ def test_its_keys_values_and_jobs_are_kept_apart(tiny):
     plain = EngineOptions(model=path, device="cpu", dtype="bfloat16")
     strict = plain.replace(deterministic=True)
     one, two = (kv_identity(strict.replace(threads=threads), path) for threads in (1, 2))
-    assert one.startswith(f"{kv_identity(plain, path)} deterministic 1 ")
+    assert one.startswith(f"{kv_identity(plain, path)} 1 threads, ")
     assert one != two
     assert strict.job_identity(strict) == {**plain.job_identity(plain), "deterministic": True}
+
+
+def test_a_job_goes_on_where_bits_are_the_same(tiny, tmp_path, monkeypatch):
+    path, asked = str(tiny("llama")), []
+    monkeypatch.setattr(
+        "onestem.jobs.run.run_job", lambda *_, **more: asked.append(more["options"])
+    )
+    for more in ({}, {"deterministic": True}):
+        with LLM(path, device="cpu", kv_memory="1MiB", **more) as llm:
+            run_file(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    plain, strict = asked
+    bits = strict.pop("bits")
+    assert strict == {**plain, "deterministic": True}
+    assert bits == f"{torch.get_num_threads()} threads, {chosen_isa()}, torch {torch.__version__}"
 
 
 def test_modules_are_refused(tiny):
