@@ -12,7 +12,8 @@ import torch
 
 from onestem import __version__
 from onestem.batch import model_identity
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.engine.trace import StepTrace

@@ -10,9 +10,10 @@
   `--held` of them: prompt tokens that are computed though they were before, and the mean time to a
   first token, with host memory for all and without.
 * `job`: 40 groups of 16 (2,000 + 200 tokens) twice over one folder, by two engines: prompt tokens
-  that the second computes.
+  that the second computes, and how many pieces it did not read because of its rates.
 * `beside`: time between two tokens of 16 streams, while requests come whose prompt is in KV memory
-  (`hits`), or has to be copied to it (`copies`).
+  (`hits`), or has to be copied to it (`copies`): `--pairs` of both in turns, by one engine. The
+  ratio is that of the medians of each kind's 99th percentiles.
 
 Weights are random: times and counts do not depend on them. Written to lab/results/tiers-NAME.json.
 """
@@ -24,6 +25,7 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +41,7 @@ from onestem_lab.results import RESULTS, device_name, machine, write
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 ROUNDS = 4
 PINNING = 5.0  # seconds in which host memory is pinned, beside what runs
+PERCENTILES = (50, 90, 95, 98, 99, 99.5, 100)  # of seconds between two tokens
 PARTS = ("first", "sessions", "job", "beside")
 Json = dict[str, Any]
 
@@ -72,6 +75,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--held", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--groups", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--folder", help="of the files; a temporary one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -231,9 +235,15 @@ def measure_job(options: argparse.Namespace, folder: Path) -> Json:
         with _llm(options, 60_000, disk_kv=folder, disk_kv_size=256 << 30) as llm:
             _first(llm, _draw(rng, 4000))
             _first(llm, _draw(rng, 4000))
+            assert llm.engine.tiers is not None
+            stores, answers = llm.engine.tiers.stores, list[bool]()
+            stores.disk_pays = _noted(stores.disk_pays, answers)  # type: ignore[method-assign]
             began = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found[name] = {
+                "refused": answers.count(False),  # pieces that the rates had computed
+                "row_seconds": stores.rates.row_seconds,
+                "reader": stores.rates.reader(stores.rates.num_readers),
                 "seconds": round(time.perf_counter() - began, 2),
                 "computed_tokens": sum(one.metrics.num_computed_tokens for one in outputs),
                 "disk_tokens": sum(one.metrics.num_disk_tokens for one in outputs),
@@ -241,6 +251,14 @@ def measure_job(options: argparse.Namespace, folder: Path) -> Json:
         names = (path.stem.split("-") for path in folder.iterdir())
         found[name]["tokens_in_files"] = sum(int(name[2]) for name in names)
     return found
+
+
+def _noted(function: Callable[..., bool], answers: list[bool]) -> Callable[..., bool]:
+    def noted(*arguments: Any) -> bool:
+        answers.append(function(*arguments))
+        return answers[-1]
+
+    return noted
 
 
 def measure_beside(options: argparse.Namespace, folder: Path) -> Json:
@@ -272,9 +290,8 @@ async def _beside(options: argparse.Namespace) -> Json:
 
     for prompt in prompts:  # each is in host memory, or comes there with the next
         await ask(prompt)
-    for kind in ("hits", "copies", "hits again", "copies again"):
+    for kind in ("hits", "copies") * options.pairs:
         gaps: list[float] = []
-        going = True
 
         async def stream(gaps: list[float] = gaps) -> None:
             params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
@@ -289,22 +306,20 @@ async def _beside(options: argparse.Namespace) -> Json:
         tasks = [asyncio.create_task(stream()) for _ in range(streams)]
         computed, asked = 0, 0
         await asyncio.sleep(0.5)
-        while going and not all(task.done() for task in tasks):
-            number = 0 if kind.startswith("hits") else asked % len(prompts)
-            computed += await ask(prompts[number])
+        while not all(task.done() for task in tasks):
+            computed += await ask(prompts[0 if kind == "hits" else asked % len(prompts)])
             asked += 1
             await asyncio.sleep(0.25)
         await asyncio.gather(*tasks)
-        found[kind] = {
-            "requests": asked,
-            "computed_tokens": computed,
-            "p50": round(float(np.percentile(gaps, 50)), 5),
-            "p99": round(float(np.percentile(gaps, 99)), 5),
-            "most": round(max(gaps), 5),
-        }
+        seen = found.setdefault(kind, {"requests": [], "computed_tokens": []})
+        seen["requests"].append(asked)
+        seen["computed_tokens"].append(computed)
+        for part in PERCENTILES:
+            seen.setdefault(f"p{part}", []).append(round(float(np.percentile(gaps, part)), 5))
     await llm.close()
-    pairs = [(found[f"copies{more}"], found[f"hits{more}"]) for more in ("", " again")]
-    found["p99_ratio"] = [round(a["p99"] / b["p99"], 3) for a, b in pairs]
+    for part in PERCENTILES:
+        copies, hits = (statistics.median(found[kind][f"p{part}"]) for kind in ("copies", "hits"))
+        found[f"p{part}_ratio"] = round(copies / hits, 3)
     return found
 
 

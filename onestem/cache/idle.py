@@ -7,13 +7,11 @@ import math
 from typing import Protocol
 
 from onestem.cache.pages import PagePool
-from onestem.cache.pauses import Pauses
+from onestem.cache.pauses import CLEARLY, BothPauses
 from onestem.cache.run import Run
 
 SWEEP = 256  # heap entries from which stale ones are removed
 MEMORY = 2.0  # turnovers after which an observation counts half
-UNKNOWN = 1 / 16  # turnovers of all pages for which a guess counts beside what was seen
-CLEARLY = 2.0  # how much less likely a use of a younger run must be than of an older one
 
 _Entry = tuple[float, int, int, int, "Run", "Keeper"]
 
@@ -61,8 +59,8 @@ class IdleRuns:
     least recently used first. Of runs released together, the one that ends last goes first.
 
     The second kind are first prompts and later turns of conversations, of which each has its own
-    pauses (`Pauses`). The older of both kinds' oldest runs goes, unless a use of the other one is
-    clearly less likely.
+    pauses (`BothPauses`). The older of both kinds' oldest runs goes, unless a use of the other one
+    is clearly less likely.
 
     Attributes:
         clock: counts releases.
@@ -74,7 +72,7 @@ class IdleRuns:
         self.clock = 0
         self.turnovers = 0.0
         self._fresh, self._shared = Kind(), Kind()
-        self._first, self._turns = Pauses(), Pauses()
+        self._pauses = BothPauses()
         self._heaps: tuple[list[_Entry], ...] = ([], [], [])  # of these, and of shared runs
         self._sweep_at = SWEEP
 
@@ -93,10 +91,7 @@ class IdleRuns:
         kind.used += pages * used
         kind.lost += pages * (not used)
         if not run.is_shared and run.pins <= used:  # who uses it has pinned it
-            self._pauses(run).note(pages, self.turnovers - run.rank, used=used)
-
-    def _pauses(self, run: Run) -> Pauses:
-        return self._turns if run.is_turn or run.is_continued else self._first
+            self._pauses.note(run.kind, pages, self.turnovers - run.rank, used=used)
 
     def let_go(self, run: Run) -> None:
         """Rank a run that nobody holds any more."""
@@ -112,7 +107,7 @@ class IdleRuns:
         """Enter a run that may be evicted. Entries that are stale by then are skipped."""
         if sum(map(len, self._heaps)) >= self._sweep_at:
             self._sweep()
-        which = 2 if run.is_shared else self._pauses(run) is self._turns
+        which = 2 if run.is_shared else run.kind
         heap = self._heaps[which]
         heapq.heappush(heap, (run.rank, run.last_used, -run.end, run.uid, run, keeper))
 
@@ -125,11 +120,8 @@ class IdleRuns:
 
     def rate(self, run: Run) -> float:
         """Uses per page and turnover that are expected of an idle run that is not shared."""
-        both = self._first, self._turns
-        weight = UNKNOWN * max(1, self.pool.num_available)
-        used, waited = sum(one.used[0] for one in both), sum(one.waited[0] for one in both)
-        guess = float(used + 1) / (float(waited) + weight)
-        return self._pauses(run).rate(self.turnovers - run.rank, guess, weight)
+        age = self.turnovers - run.rank
+        return self._pauses.rate(run.kind, age, self.pool.num_available)
 
     def _next(self) -> list[_Entry]:
         """The heap of which the first run goes next; an empty one: there is none."""
@@ -159,8 +151,7 @@ class IdleRuns:
         self.turnovers += turnovers
         for kind in (self._fresh, self._shared):
             kind.fade(2 ** (-turnovers / MEMORY))
-        for pauses in (self._first, self._turns):
-            pauses.fade(turnovers)
+        self._pauses.fade(turnovers)
 
 
 def _is_idle(entry: _Entry) -> bool:

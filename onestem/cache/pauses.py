@@ -6,6 +6,8 @@ import numpy as np
 
 AGES = np.array([0.0, *(2.0**i for i in range(-6, 5))])  # turnovers
 MEMORY = 4.0  # turnovers after which an observation counts half: there are few of each age
+UNKNOWN = 1 / 16  # turnovers of all pages for which a guess counts beside what was seen
+CLEARLY = 2.0  # how much less likely a use of a younger run must be than of an older one
 
 
 class Pauses:
@@ -44,3 +46,28 @@ class Pauses:
         """Let what was seen so far weigh less, after that time."""
         for seen in (self.used, self.waited):
             seen *= 2 ** (-turnovers / MEMORY)
+
+
+class BothPauses:
+    """Those of first prompts (0), and of later turns of conversations (1)."""
+
+    def __init__(self) -> None:
+        self._each = Pauses(), Pauses()
+
+    def note(self, kind: int, pages: int, age: float, *, used: bool) -> None:
+        """See `Pauses`."""
+        self._each[kind].note(pages, age, used=used)
+
+    def rate(self, kind: int, age: float, available: int) -> float:
+        """Uses per page and turnover of what has been idle for that long; `available`: pages that
+        may be evicted."""
+        weight = UNKNOWN * max(1, available)
+        used = sum(one.used[0] for one in self._each)
+        waited = sum(one.waited[0] for one in self._each)
+        guess = float(used + 1) / (float(waited) + weight)
+        return self._each[kind].rate(age, guess, weight)
+
+    def fade(self, turnovers: float) -> None:
+        """See `Pauses`."""
+        for pauses in self._each:
+            pauses.fade(turnovers)

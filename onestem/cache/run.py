@@ -83,6 +83,11 @@ class Run(Node):
         """All tokens; of a run that `grows` those that have KV, without the last one."""
         return min(self.computed, len(self.tokens) - 1) if self.grows else len(self.tokens)
 
+    @property
+    def kind(self) -> int:
+        """0: a first prompt; 1: a turn of a conversation."""
+        return int(self.is_turn or self.is_continued)
+
     def split_off(self, at: int) -> Run:
         """Split without copying: if the cut falls inside a page, both parts refer to it."""
         upper = super().split_off(at)

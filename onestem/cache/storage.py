@@ -1,8 +1,8 @@
-"""Keys and values outside of the KV pages: host memory, and files on a disk.
+"""Keys and values in files on a disk.
 
 What is stored under a name are rows `[num_tokens, width]`: of each token the keys and then the
-values in each layer that has its own. Both tiers have a budget and evict the
-least recently used. A file tells its name and its model and carries checksums: a file that is
+values in each layer that has its own. The folder has a budget; the least recently used file goes
+first. A file tells its name and its model and carries checksums: a file that is
 damaged, or of something else, is never used. Where ranks hold a model together, each has a file
 of its own heads.
 """
@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 
-__all__ = ["DiskStore", "HostStore"]
+__all__ = ["DiskStore"]
 
 FORMAT = "onestem kv 4"
 PLACES = 509  # words of a checksum: a prime, since files and disks are damaged by pages
@@ -43,69 +42,6 @@ DTYPES = {
 }  # as files name them
 LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
 _FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)(\.\d+-of-\d+)?\.safetensors")
-
-
-class HostStore:
-    """Rows in host memory. Threads may share it.
-
-    Args:
-        budget: bytes; half of it at most is kept for what is awaited.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.num_bytes = 0
-        self._awaited_bytes = 0
-        self._tensors, self._awaited = OrderedDict[str, Tensor](), OrderedDict[str, Tensor]()
-        self._lock = threading.Lock()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors or name in self._awaited
-
-    def __len__(self) -> int:
-        return len(self._tensors) + len(self._awaited)
-
-    def get(self, name: str) -> Tensor | None:
-        """What has a name, which counts as used; None: it is not here."""
-        with self._lock:
-            kv = self._pop(name)
-            if kv is not None:
-                self._tensors[name] = kv
-                self.num_bytes += kv.nbytes
-            return kv
-
-    def put(self, name: str, kv: Tensor, *, is_awaited: bool = False) -> bool:
-        """Keep rows; False if they alone exceed the budget. `is_awaited`: they were read for a
-        request, which what is evicted until then must not displace."""
-        if kv.nbytes > self.budget:
-            return False
-        with self._lock:
-            self._pop(name)
-            (self._awaited if is_awaited else self._tensors)[name] = kv
-            self.num_bytes += kv.nbytes
-            self._awaited_bytes += kv.nbytes * is_awaited
-            while self._awaited_bytes > self.budget // 2:
-                oldest, kv = self._awaited.popitem(last=False)
-                self._awaited_bytes -= kv.nbytes
-                self._tensors[oldest] = kv
-            while self.num_bytes > self.budget:
-                _, kv = self._tensors.popitem(last=False)
-                self.num_bytes -= kv.nbytes
-        return True
-
-    def discard(self, name: str) -> None:
-        """Drop what has a name, if it is here."""
-        with self._lock:
-            self._pop(name)
-
-    def _pop(self, name: str) -> Tensor | None:
-        kv = self._awaited.pop(name, None)
-        if kv is not None:
-            self._awaited_bytes -= kv.nbytes
-        else:
-            kv = self._tensors.pop(name, None)
-        self.num_bytes -= 0 if kv is None else kv.nbytes
-        return kv
 
 
 class DiskStore:

@@ -9,7 +9,8 @@ from collections.abc import Generator, Iterable
 import torch
 
 from onestem.cache import PagePool, PrefixCache
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.outputs import EngineStats, request_output
 from onestem.engine.requests import Requests
 from onestem.engine.sampling.sampler import Sampler

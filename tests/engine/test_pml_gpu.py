@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
 from tests.engine.harness import answer, engine_on
 from tests.engine.pml_harness import compiled_prompts, pml_request

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from onestem.cache import ModuleRun
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.tiers.modules import module_name
 from onestem.errors import ConfigError
 from tests.engine.harness import TOLERANCE, answer, make_engine
@@ -223,41 +224,6 @@ def test_salts_have_files_of_their_own(tiny, tmp_path):
         answer(engine, [pml_request("0", one, cache_salt=salt)])
         engine.tiers.stores.flush()
         assert engine.tiers.stats.from_disk_tokens == hits
-
-
-def test_host_budget_lets_the_oldest_go():
-    store = HostStore(100)
-    parts = [torch.zeros(40, dtype=torch.uint8) for _ in range(3)]
-    assert store.put("a", parts[0])
-    assert store.put("b", parts[1])
-    assert store.get("a") is parts[0]
-    assert store.put("c", parts[2])
-    assert ("a" in store, "b" in store, "c" in store) == (True, False, True)
-    assert store.num_bytes == 80
-    assert store.put("a", parts[1])
-    assert store.num_bytes == 80
-    assert not store.put("d", torch.zeros(101, dtype=torch.uint8))
-    assert len(store) == 2
-
-
-def test_what_is_awaited_goes_last():
-    """Until it is used, and as far as half of the budget goes."""
-    store = HostStore(100)
-    part = torch.zeros(20, dtype=torch.uint8)
-    for name in "ab":
-        store.put(name, part, is_awaited=True)
-    for name in "cdefg":
-        store.put(name, part)
-    assert [name for name in "abcdefg" if name in store] == ["a", "b", "e", "f", "g"]
-    store.get("a")
-    store.put("h", part, is_awaited=True)
-    store.put("i", part, is_awaited=True)  # three are more than half: the oldest counts as others
-    assert [name for name in "abefghi" if name in store] == ["a", "b", "g", "h", "i"]
-    for name in "jkl":
-        store.put(name, part)
-    assert [name for name in "abghijkl" if name in store] == ["h", "i", "j", "k", "l"]
-    store.discard("h")
-    assert (store.num_bytes, len(store)) == (80, 4)
 
 
 def test_disk_budget_lets_the_oldest_go(tmp_path):

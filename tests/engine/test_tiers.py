@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.ops.kv import read_kv
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.ops.kv import read_kv
 from tests.engine.harness import answer, engine_on, make_engine, requests_for, shared_prompts
 from tests.engine.pml_harness import compiled_prompts, pml_request

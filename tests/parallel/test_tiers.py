@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from onestem import LLM, SamplingParams
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.tiers.copies import copies_of
 from onestem.errors import RankError
 from onestem.parallel import Team

@@ -53,13 +53,15 @@ class ModuleTiers:
         if kv is None:
             return False
         self._stores.note_use(name, count)
+        if self._stores.host is not None:
+            self._stores.host.touch(name)  # as if it left KV memory now: nobody tells when it does
         self._stores.copies.into([Part(kv, 0, run.slots(0, count))]).join()
         return True
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
         """Keep those modules of a step's chunks that are complete with it."""
         self._stores.save(
-            (self._name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)))
+            (self._name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)), 0)
             for run in modules
             if run is not None and run.kept and run.complete and run.pages
         )

@@ -48,6 +48,7 @@ class _Save(NamedTuple):
     piece: Piece
     tokens: np.ndarray
     slots: np.ndarray
+    kind: int
 
 
 class _Load(NamedTuple):
@@ -106,8 +107,20 @@ class PrefixTiers:
     def _note_evicted(self, run: Run, first: int) -> None:
         """Save a run's tokens from an index on, if a request may want them, before the next step
         writes to their pages."""
-        if run.is_wanted or run.is_shared:
-            self._evicted += self._unsaved(run, self._stores.keeps, first)
+        if not run.is_wanted and not run.is_shared:
+            return
+        stores, kept = self._stores, list[str]()
+
+        def keeps(name: str) -> bool:
+            is_kept = stores.keeps(name)
+            kept.extend([name] * is_kept)
+            return is_kept
+
+        # Of what leaves together, the last goes first: it is of no use without what is before it.
+        self._evicted += reversed(self._unsaved(run, keeps, first))
+        for name in reversed(kept):
+            if stores.host is not None:
+                stores.host.touch(name, run.kind)
 
     def _unsaved(self, run: Run, keeps: Callable[[str], bool], first: int = 0) -> list[_Save]:
         """Pieces of a run, from an index of its tokens on, that are not kept. They begin where
@@ -123,7 +136,12 @@ class PrefixTiers:
         start = max(run.start, piece_start(start))
         saved = self._kept(keeps, chain, [0, *(node.start for node in path)], start, end)
         return [
-            _Save(chain.piece(a, b), tokens[a:b].copy(), run.slots(a - run.start, b - run.start))
+            _Save(
+                chain.piece(a, b),
+                tokens[a:b].copy(),
+                run.slots(a - run.start, b - run.start),
+                run.kind,
+            )
             for a, b in piece_ends(start, end)
             if b > saved and self._kept(keeps, chain, [a], a, b) < b
         ]
@@ -142,8 +160,8 @@ class PrefixTiers:
     def save_evicted(self) -> None:
         """Copy out what was evicted. Call it before anything is written to KV memory."""
         saves, self._evicted = self._evicted, []
-        self._stores.save((save.piece.name, save.tokens, save.slots) for save in saves)
-        for piece, tokens, _ in saves:
+        self._stores.save((save.piece.name, *save[1:]) for save in saves)
+        for piece, tokens, _, _ in saves:
             for shorter in self._index.beginnings(piece, tokens):
                 self._index.discard(shorter)
                 self._stores.discard(shorter.name)
@@ -274,7 +292,7 @@ class PrefixTiers:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
         parts, used, metrics = [], [], sequence.state.metrics
-        for one in reversed(found):  # what is used first is kept longest
+        for one in reversed(found):  # the last goes first
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
                 self._index.discard(one.piece)

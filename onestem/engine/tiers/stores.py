@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.rates import CopyRates
 from onestem.threads import usable_cores
@@ -225,19 +226,19 @@ class TierStores:
         """Whether it has a file, or will have."""
         return name in self._writing or self.on_disk(name)
 
-    def save(self, parts: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> None:
-        """Keep what is in KV memory: names, tokens (int32 `[n]`) and slots (int64 `[n]`)."""
+    def save(self, parts: Iterable[tuple[str, np.ndarray, np.ndarray, int]]) -> None:
+        """Keep what is in KV memory: names, tokens (int32 `[n]`), slots (int64 `[n]`), kinds."""
         wanted = [part for part in parts if not self.keeps(part[0])]
         if not wanted:
             return
-        every, wait = self.copies.out([slots for _, _, slots in wanted])
-        for (name, tokens, _), kv in zip(wanted, every, strict=True):
+        every, wait = self.copies.out([slots for _, _, slots, _ in wanted])
+        for (name, tokens, _, kind), kv in zip(wanted, every, strict=True):
+            if self.host is not None and name not in self.host:
+                self.host.put(name, kv, kind)
             self._put(name, tokens, kv, wait)
 
     def _put(self, name: str, tokens: np.ndarray, kv: Tensor, wait: Callable[[], object]) -> None:
         self.stats.saved_tokens += len(tokens)
-        if self.host is not None and name not in self.host:
-            self.host.put(name, kv)
         if self.disk is None or self.is_written(name):
             return
         unwritten = sum(size for _, size in list(self._writing.values()))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from onestem.cache import PrefixCache
-from onestem.cache.storage import DiskStore, HostStore
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.sequence import Chunk
 from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.modules import ModuleTiers
