@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "delta.h"
 #include "linear.h"
 
 namespace onestem {
@@ -151,6 +152,11 @@ struct KernelsOf {
   void (*add_rms_norm)(const AddRmsNormCall&, int64_t begin, int64_t end);
   void (*rope_write)(const RopeWriteCall&, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulCall&, int64_t begin, int64_t end);
+  void (*causal_conv)(const ConvCall&, int64_t begin, int64_t end, char* scratch);  // of channels
+  size_t (*delta_scratch)(const DeltaCall&);
+  // Items part * heads + head: this one, and the thread's next, which may be this one too.
+  void (*delta_rule)(const DeltaCall&, int64_t item, int64_t next, char* scratch);
+  void (*gated_norm)(const GatedNormCall&, int64_t begin, int64_t end);
 };
 
 struct Kernels {

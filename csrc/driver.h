@@ -46,6 +46,11 @@ void attend(AttentionCall call, PreparedPlan& prepared, Dtype dtype, int32_t thr
 // here.
 void multiply(const Kernels& kernels, LinearCall call, Dtype x, Dtype y, int32_t threads);
 
+// The operations of delta.h, which take parts rather than rows.
+void convolve(const KernelsOf& kernels, const ConvCall& call, int64_t rows, int32_t element_bytes,
+              int32_t threads);
+void apply_delta_rule(const KernelsOf& kernels, const DeltaCall& call, int32_t threads);
+
 // Calls run(begin, end) for pieces of 0..rows-1, on several threads where `bytes` of work deserve it.
 void over_rows(int64_t rows, int64_t bytes, int32_t threads,
                const std::function<void(int64_t, int64_t)>& run);

@@ -142,6 +142,66 @@ void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t ou
             [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
+// Whether rows and slots of all parts are there.
+bool are_inside(const Ints<2>& parts, int64_t rows, int64_t slots) {
+  const Part* part = reinterpret_cast<const Part*>(parts.data());
+  for (const Part* end = part + parts.shape(0); part != end; ++part) {
+    if (part->count == 0) continue;
+    if (part->count < 0 || part->first < 0 || rows - part->count < part->first) return false;
+    if (part->source >= slots || part->target < 0 || part->target >= slots) return false;
+  }
+  return true;
+}
+
+bool causal_conv(const std::string& isa, int dtype, const Ints<2>& parts, uintptr_t x,
+                 int64_t stride, uintptr_t weight, bool wide_weight, uintptr_t states,
+                 int64_t slots, uintptr_t out, int64_t rows, int64_t channels, int32_t width,
+                 int32_t threads) {
+  if (!are_inside(parts, rows, slots)) return false;
+  const ConvCall call{reinterpret_cast<const Part*>(parts.data()),
+                      static_cast<int64_t>(parts.shape(0)),
+                      pointer<void>(x),
+                      stride,
+                      pointer<void>(weight),
+                      pointer<void>(states),
+                      pointer<void>(out),
+                      channels,
+                      width,
+                      wide_weight};
+  const KernelsOf& kernels = kernels_of(isa).of[dtype];
+  nb::gil_scoped_release released;
+  convolve(kernels, call, rows, dtype == kFloat32 ? 4 : 2, threads);
+  return true;
+}
+
+bool delta_rule(const std::string& isa, int dtype, const Ints<2>& parts,
+                std::array<uintptr_t, 3> qkv, std::array<int64_t, 3> strides, uintptr_t decay,
+                uintptr_t beta, uintptr_t states, int64_t slots, uintptr_t out, int64_t rows,
+                std::array<int32_t, 4> sizes, int32_t threads) {
+  if (!are_inside(parts, rows, slots)) return false;
+  const DeltaCall call{reinterpret_cast<const Part*>(parts.data()),
+                       static_cast<int64_t>(parts.shape(0)),
+                       pointer<void>(qkv[0]), pointer<void>(qkv[1]), pointer<void>(qkv[2]),
+                       strides[0], strides[1], strides[2], pointer<float>(decay),
+                       pointer<float>(beta), pointer<float>(states), pointer<void>(out),
+                       sizes[0], sizes[1], sizes[2], sizes[3]};
+  const KernelsOf& kernels = kernels_of(isa).of[dtype];
+  nb::gil_scoped_release released;
+  apply_delta_rule(kernels, call, threads);
+  return true;
+}
+
+void gated_norm(const std::string& isa, int dtype, uintptr_t x, int64_t x_stride, uintptr_t z,
+                int64_t z_stride, uintptr_t weight, bool wide_weight, uintptr_t out, int64_t rows,
+                int32_t heads, int32_t size, float eps, int32_t threads) {
+  const GatedNormCall call{pointer<void>(x), pointer<void>(z), pointer<void>(weight), x_stride,
+                           z_stride, pointer<void>(out), heads, size, eps, wide_weight};
+  const auto run = kernels_of(isa).of[dtype].gated_norm;
+  nb::gil_scoped_release released;
+  over_rows(rows, rows * heads * size * 16, threads,
+            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
 // Of `GroupNumbers`: addresses of values and supers, a Dtype, and a shift.
 using Numbers = std::array<uintptr_t, 4>;
 
@@ -230,6 +290,9 @@ NB_MODULE(ONESTEM_MODULE, m) {
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);
+  m.def("causal_conv", causal_conv);
+  m.def("delta_rule", delta_rule);
+  m.def("gated_norm", gated_norm);
   m.def("multiply_codes", multiply_codes);
   m.def("draw_tokens", draw_rows);
   m.def("log_sums", log_sums_of);

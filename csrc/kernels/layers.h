@@ -107,6 +107,11 @@ void rope_write(const RopeWriteCall& call, int64_t begin, int64_t end) {
                     : rope_write_of<T, T>(call, begin, end);
 }
 
+// x / (1 + e^-x); beyond 2^126 the quotient is 0 in any type.
+inline vf silu(vf x) {
+  return x / (all(1.0f) + exp2(min(x * all(-kLog2e), all(126.0f))));
+}
+
 template <class T>
 void silu_mul(const SiluMulCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -114,10 +119,7 @@ void silu_mul(const SiluMulCall& call, int64_t begin, int64_t end) {
     const T* up = gate + call.width;
     T* out = static_cast<T*>(call.out) + row * call.width;
     for_vectors(call.width, [&](int64_t d, int32_t n) {
-      const vf x = get(gate + d, n);
-      // x / (1 + e^-x); behind 2^126 the quotient is 0 in any type.
-      const vf power = exp2(min(x * all(-kLog2e), all(126.0f)));
-      put(out + d, x / (all(1.0f) + power) * get(up + d, n), n);
+      put(out + d, silu(get(gate + d, n)) * get(up + d, n), n);
     });
   }
 }

@@ -3,11 +3,12 @@
 
 namespace onestem::ONESTEM_ISA {
 
-// sums[r][v] += sum over steps of a[r * a_row + s * a_step] (for all lanes) * b[s][v].
+// sums[r][v] += sum over steps of a[r * a_row + s * a_step] (for all lanes) * b[s * b_step + v].
 template <class Multiply, class Element, int ROWS, int VECS>
 __attribute__((always_inline)) inline void product(const Element* a, ptrdiff_t a_row,
                                                    ptrdiff_t a_step, const Element* b,
-                                                   int32_t steps, vf (&sums)[ROWS][VECS]) {
+                                                   int32_t steps, vf (&sums)[ROWS][VECS],
+                                                   ptrdiff_t b_step = VECS * kLanes) {
   for (int32_t s = 0; s < steps; ++s) {
     vf right[VECS];
 #pragma GCC unroll 4
@@ -22,7 +23,7 @@ __attribute__((always_inline)) inline void product(const Element* a, ptrdiff_t a
       }
     }
     a += a_step;
-    b += VECS * kLanes;
+    b += b_step;
   }
 }
 

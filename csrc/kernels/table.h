@@ -12,6 +12,7 @@
 #include "kernels/few.h"
 #include "kernels/thin.h"
 #include "kernels/layers.h"
+#include "kernels/delta.h"
 #include "kernels/linear.h"
 #include "kernels/sampling.h"
 
@@ -72,6 +73,10 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   of.add_rms_norm = add_rms_norm<T>;
   of.rope_write = rope_write<T>;
   of.silu_mul = silu_mul<T>;
+  of.causal_conv = causal_conv<T>;
+  of.delta_scratch = DeltaRows<T>::scratch_bytes;
+  of.delta_rule = DeltaRows<T>::run;
+  of.gated_norm = gated_norm<T>;
 }
 
 }  // namespace onestem::ONESTEM_ISA

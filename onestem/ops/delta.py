@@ -87,7 +87,7 @@ class DeltaOps:
         inputs = torch.cat((x, before.flatten(0, 1)))
 
         def places(part: np.ndarray, offset: np.ndarray) -> Tensor:
-            """Rows of `inputs`, `[.., width]`: that at `offset` in a part, and those before it."""
+            """Rows of `inputs` `[.., width]`: that at `offset` in a part, and those before it."""
             back = offset[:, None] + np.arange(-keep, 1)
             old = len(x) + part[:, None] * keep + keep + back
             new = parts[part, 0][:, None] + back
@@ -148,6 +148,7 @@ class DeltaOps:
     def gated_norm(self, x: Tensor, weight: Tensor, z: Tensor, eps: float) -> Tensor:
         """`RMSNorm(x) * weight * silu(z)` over the last axis of x and z `[n, num_heads, dv]`;
         weight `[dv]`, x's dtype or float32."""
+        check_norm(x, weight, z)
         wide = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
         return wide.mul_(F.silu(z.float())).to(x.dtype)
 
@@ -251,11 +252,26 @@ def check_delta(
             "decays and strengths of float32"
         )
     _check_layout(decay, beta, states)
-    for x in (q, k, v):
-        if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
-            raise ConfigError(f"heads of a row {tuple(x.shape)} are not neighbours")
+    _check_heads(q, k, v)
+
+
+def check_norm(x: Tensor, weight: Tensor, z: Tensor) -> None:
+    """Raise `ConfigError` unless the arguments of `gated_norm` fit together."""
+    if x.shape != z.shape or x.dtype != z.dtype or weight.shape != x.shape[2:]:
+        raise ConfigError(
+            f"got {x.dtype} {tuple(x.shape)}, gates {z.dtype} {tuple(z.shape)} and weights "
+            f"{tuple(weight.shape)}, expected gates alike and a weight for each of a head"
+        )
+    _check_layout(weight)
+    _check_heads(x, z)
+
+
+def _check_heads(*tensors: Tensor) -> None:
+    for x in tensors:
+        if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
+            raise ConfigError(f"heads of a row {tuple(x.shape[1:])} are not neighbours")
 
 
 def _check_layout(*tensors: Tensor) -> None:
     if not all(x.is_contiguous() for x in tensors):
-        raise ConfigError("expected states, decays and strengths without gaps")
+        raise ConfigError("expected states, weights, decays and strengths without gaps")

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops.cpu import CpuAttention, CpuLayers, CpuSampling, is_built, native, takes_size
+from onestem.ops.cpu import (
+    CpuAttention,
+    CpuDelta,
+    CpuLayers,
+    CpuSampling,
+    is_built,
+    native,
+    takes_size,
+)
 from onestem.ops.delta import DeltaOps
 from onestem.ops.layers import LayerOps
 from onestem.ops.plan import AttentionPlan
@@ -134,8 +142,13 @@ def resolve_layers(device: torch.device | str = "cpu", *, deterministic: bool = 
 
 
 def resolve_delta(device: torch.device | str = "cpu") -> DeltaOps:
-    """The operations of layers with a gated delta rule on a device."""
-    return DeltaOps()
+    """The operations of layers with a gated delta rule on a device, as `resolve_layers`."""
+    device = torch.device(device)
+    if _on_triton(device):
+        from onestem.ops.triton.delta import TritonDelta
+
+        return TritonDelta()
+    return CpuDelta() if device.type == "cpu" and is_built() else DeltaOps()
 
 
 def resolve_sampling(device: torch.device | str = "cpu") -> Sampling:

@@ -39,18 +39,17 @@ class StateRows:
         return np.stack(columns, 1).astype(np.int32)
 
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 `[num_chunks, 2]`, first row and rows of each chunk of parts with more than
-        `FEW_ROWS` rows; and of each such part int32 `[.., 3]`: its index, first chunk, chunks."""
+        """The chunks of parts with more than `FEW_ROWS` rows, int32 `[num_chunks, 2]`: part, and
+        first row, which lies before the part where it begins within a chunk. And those parts,
+        int32 `[.., 3]`: index, first chunk, number of chunks."""
         parts = np.flatnonzero(self.count > FEW_ROWS)
-        first, count = self.first[parts], self.count[parts]
         lead = self.position[parts] % CHUNK
-        chunks = -(-(lead + count) // CHUNK)
-        at = np.cumsum(chunks) - chunks
-        start = (np.arange(chunks.sum()) - np.repeat(at, chunks)) * CHUNK - np.repeat(lead, chunks)
-        end = np.minimum(start + CHUNK, np.repeat(count, chunks))
-        start = np.maximum(start, 0)
-        table = np.stack((np.repeat(first, chunks) + start, end - start), 1)
-        return table.astype(np.int32), np.stack((parts, at, chunks), 1).astype(np.int32)
+        count = -(-(lead + self.count[parts]) // CHUNK)
+        at = np.cumsum(count) - count
+        index = np.arange(count.sum()) - np.repeat(at, count)
+        row = np.repeat(self.first[parts] - lead, count) + index * CHUNK
+        table = np.stack((np.repeat(parts, count), row), 1)
+        return table.astype(np.int32), np.stack((parts, at, count), 1).astype(np.int32)
 
     def check(self, num_rows: int, num_slots: int) -> None:
         """Raise `ConfigError` unless rows and slots are there, no two parts share a row or write

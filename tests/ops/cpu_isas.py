@@ -20,6 +20,7 @@ import torch
 from onestem.ops.cpu import (
     CpuAttention,
     CpuCost,
+    CpuDelta,
     CpuLayers,
     CpuSampling,
     extension,
@@ -60,6 +61,9 @@ class Isa:
 
     def layers(self) -> Any:
         return self._bound(CpuLayers(isa=self.name))
+
+    def delta(self) -> Any:
+        return self._bound(CpuDelta(isa=self.name))
 
     def sampling(self) -> Any:
         return self._bound(CpuSampling(isa=self.name))

@@ -70,6 +70,14 @@ PAGES = (
     "tensordesc<bf16[1, 1, 16, 64],"
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 )
+DELTA = {
+    **dict.fromkeys(("q", "k", "v", "out", "weights", "solutions"), "*bf16"),
+    **dict.fromkeys(("decay", "beta", "factors", "states"), "*fp32"),
+    **dict.fromkeys(("parts", "chunks", "scans"), "*i32"),
+    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "heads", "group", "dk", "dv"), "i32"),
+    "scale": "fp32",
+}
+IN_CHUNKS = {"DEPENDENT": True, "CHUNK": 64, "DK": 128}
 EXCHANGE = {
     **dict.fromkeys(("x", "out"), "*bf16"),
     **dict.fromkeys(("addresses", "counters"), "*i64"),
@@ -180,6 +188,21 @@ KERNELS = {
         {"KIND": "gather", "RANK": 0, "RANKS": 2, "BLOCK": 2048},
         8,
     ),
+    "rows of states": (
+        *("delta", "_few_rows", 90, DELTA),
+        {"DEPENDENT": True, "DK": 128, "COLUMNS": 32},
+        4,
+    ),
+    "within chunks": (
+        *("delta", "_within_chunks", 90, DELTA),
+        {**IN_CHUNKS, "LEVELS": 6, "PRECISION": "tf32"},
+        4,
+    ),
+    "over chunks": (
+        *("delta", "_over_chunks", 90, DELTA),
+        {**IN_CHUNKS, "COLUMNS": 32, "STAGES": 2},
+        4,
+    ),
     "heads of 512": (
         *("kernels", "attend_kernel", 90, ATTEND),
         {"DEPENDENT": False, "HEAD_MAJOR": False, **TILES, "WIDE": 1, "FORM": WIDE_HEADS},
@@ -187,7 +210,15 @@ KERNELS = {
     ),
 }
 # One of each kind; `make soak` compiles the others, and the one that takes as long as these.
-FEW = {"4 bits", "Q4_K", "one row", "Hopper, few rows", "float8", "experts of 4 bits"}
+FEW = {
+    "4 bits",
+    "Q4_K",
+    "within chunks",
+    "one row",
+    "Hopper, few rows",
+    "float8",
+    "experts of 4 bits",
+}
 # What makes them fast: products out of registers or shared memory at once, nothing converted.
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
@@ -218,6 +249,12 @@ INSTRUCTIONS = {
     ),
     "all of rank 0's": ("st.global.v2.b64", "atom.global.sys.release.exch.b64"),
     "gathered": ("ld.global.cg.v4.b32", "atom.global.sys.release.exch.b64"),
+    "rows of states": ("rsqrt.approx", "griddepcontrol.wait"),
+    "within chunks": (
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32",
+    ),
+    "over chunks": ("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16", "cp.async"),
     "heads of 512": ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async"),
 }
 COMPILE = """
@@ -230,7 +267,8 @@ from onestem.ops.triton.tiled import Packing, Tiles
 from onestem.ops.triton.words import Form, HopperForm
 kernels, ints = json.load(sys.stdin)
 found = {}
-divisible = ("num_out", "size", "chunk", "slot_bytes", "hidden", "inner")
+divisible = ("num_out", "size", "chunk", "slot_bytes", "hidden", "inner", "dk", "dv")
+divisible += ("q_stride", "k_stride", "v_stride")
 for name, (module, kernel, target, types, constants, warps) in kernels.items():
     kernel = getattr(importlib.import_module("onestem.ops.triton." + module), kernel)
     names = kernel.arg_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +21,23 @@ TYPES = ["float32", "bfloat16", "float16"]  # by their numbers
 # Where the pointer of what an operation writes stands among its arguments.
 WRITES = {
     "attend": 5, "lse": 6, "add_rms_norm": 5, "hidden": 2, "silu_mul": 3, "rope_write": 8,
-    "k_pages": 9, "v_pages": 10, "multiply_codes": 3,
+    "k_pages": 9, "v_pages": 10, "multiply_codes": 3, "causal_conv": 9, "inputs": 7,
+    "delta_rule": 9, "states": 7, "gated_norm": 8,
 }  # fmt: skip
 FUNCTION_OF = {
     "lse": "attend",
     "hidden": "add_rms_norm",
+    "inputs": "causal_conv",
     "k_pages": "rope_write",
+    "states": "delta_rule",
     "v_pages": "rope_write",
+}
+NAMES = {
+    **dict.fromkeys(("attend", "lse"), "attention"),
+    **dict.fromkeys(
+        ("causal_conv", "inputs", "delta_rule", "states", "gated_norm"), "gated delta rules"
+    ),
+    "multiply_codes": "products of 8 and 4 bits",
 }
 
 
@@ -48,22 +59,14 @@ class Faulty:
             return self._module.make_plan(isa, *args)
         return _Plan(self, self._module.make_plan("portable", *args))
 
-    def add_rms_norm(self, isa: str, *args: Any) -> None:
-        self._run("add_rms_norm", self._module.add_rms_norm, isa, *args)
-
-    def silu_mul(self, isa: str, *args: Any) -> None:
-        self._run("silu_mul", self._module.silu_mul, isa, *args)
-
-    def rope_write(self, isa: str, *args: Any) -> bool:
-        return self._run("rope_write", self._module.rope_write, isa, *args)
-
     def multiply_codes(self, isa: str, dtypes: tuple[int, int], *args: Any) -> None:
         self._module.multiply_codes("portable" if isa == "better" else isa, dtypes, *args)
         if isa == "better":
             self.spoil("multiply_codes", dtypes[1], (isa, dtypes, *args))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        function = getattr(self._module, name)
+        return partial(self._run, name, function) if name in WRITES else function
 
     def _run(self, name: str, function: Any, isa: str, *args: Any) -> Any:
         result = function("portable" if isa == "better" else isa, *args)
@@ -77,7 +80,7 @@ class Faulty:
         if FUNCTION_OF.get(self._wrong, self._wrong) != name:
             return
         address = args[WRITES[self._wrong]]
-        if dtype == 0 or self._wrong == "lse":
+        if dtype == 0 or self._wrong in ("lse", "states"):
             ctypes.c_float.from_address(address).value = 3.5
         else:
             ctypes.c_uint16.from_address(address).value = 0x4060 if dtype == 1 else 0x4300
@@ -131,8 +134,7 @@ def test_what_computes_rightly_is_used(using):
 def test_one_wrong_value_is_found(using, wrong, dtype):
     module = native()
     using(Faulty(module, wrong, dtype))
-    what = "attention" if wrong in ("attend", "lse") else "layer operations"
-    what = "products of 8 and 4 bits" if wrong == "multiply_codes" else what
+    what = NAMES.get(wrong, "layer operations")
     message = f"'better' computes {what} in {dtype} wrongly on this machine and is not used"
     with pytest.warns(RuntimeWarning, match=message):
         assert chosen_isa() == next(n for n in module.compiled_isas() if module.has_isa(n))

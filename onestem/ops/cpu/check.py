@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from onestem.ops.cpu.attention import CpuAttention
+from onestem.ops.cpu.delta import CpuDelta
 from onestem.ops.cpu.extension import DTYPES
 from onestem.ops.cpu.layers import CpuLayers
 from onestem.ops.cpu.linear import CpuCodes
+from onestem.ops.delta import PartRows
 from onestem.ops.kv import laid_out
 from onestem.ops.layers import Angles, Heads
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.scores import PLAIN, Scores
+from onestem.ops.state_rows import StateRows
 
 TRUSTED = "portable"
 KV_HEADS, GROUP, PAGE_SIZE = 2, 3, 16
@@ -38,6 +41,9 @@ def find_fault(isa: str) -> str | None:
                 return f"attention in {name}"
             if not _layers_agree(isa, dtype, generator):
                 return f"layer operations in {name}"
+            # Heads that fill vectors, and ones that do not.
+            if not all(_delta_agrees(isa, dtype, size, generator) for size in (64, 20)):
+                return f"gated delta rules in {name}"
             if not _codes_agree(isa, dtype, generator):
                 return f"products of 8 and 4 bits in {name}"
     return None
@@ -109,6 +115,34 @@ def _layers_agree(isa: str, dtype: torch.dtype, generator: torch.Generator) -> b
                 *pages,
             ),
             *pages,
+        ]
+
+    return all(_close(a, b) for a, b in zip(results(isa), results(TRUSTED), strict=True))
+
+
+def _delta_agrees(isa: str, dtype: torch.dtype, size: int, generator: torch.Generator) -> bool:
+    """Compare a single row, and blocks of all their rows and of fewer."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+    parts = np.array([(0, 1, 7, 0, 1), (1, 29, 12, -1, 2)], np.int32)
+    rows = PartRows.of(StateRows(*parts.T), torch.device("cpu"))
+    x, weight, norm = (
+        drawn(*shape).to(dtype) for shape in ((30, 4 * size), (4 * size, 4), (size,))
+    )
+    decay, beta = -drawn(30, 2).square(), drawn(30, 2).sigmoid()
+    inputs, states = drawn(3, 3, 4 * size).to(dtype), drawn(3, 2, size, size)
+    q, k, v = x.unflatten(1, (4, size)).split((1, 1, 2), 1)
+
+    def results(name: str) -> list[Tensor]:
+        ops, before, heads = CpuDelta(isa=name), inputs.clone(), states.clone()
+        return [
+            ops.causal_conv(x, weight, before, rows),
+            ops.delta_rule(q, k, v, decay, beta, heads, rows),
+            ops.gated_norm(v, norm, v, 1e-6),
+            before,
+            heads,
         ]
 
     return all(_close(a, b) for a, b in zip(results(isa), results(TRUSTED), strict=True))
