@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 from contextlib import ExitStack, closing
@@ -79,7 +80,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
-        check_deterministic(options, config, device)
+        check_deterministic(options, config)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -185,6 +186,7 @@ def bits_identity(options: EngineOptions) -> str:
     """What bits depend on besides model, tokens and options, where an engine is `deterministic`."""
     if options.device.startswith("cuda"):
         kind = torch.cuda.get_device_name(options.device)
+        kind += f", Triton {importlib.metadata.version('triton')}"
     else:
         threads = options.threads or torch.get_num_threads()
         kind = f"{threads} threads, {chosen_isa()}"
@@ -262,14 +264,13 @@ def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         part_of(config, Ranks(0, options.tensor_parallel_size, None))
 
 
-def check_deterministic(options: EngineOptions, config: ModelConfig, device: torch.device) -> None:
+def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
     """Raise `UnsupportedError` where `deterministic` is asked for, and bits would depend on more
     than a position's tokens."""
     if not options.deterministic:
         return
     ranks, stored = options.tensor_parallel_size, quantised_as(config, options.quantization)
     refused = [
-        (device.type != "cpu", f"device is {device}", "use cpu"),
         (ranks > 1, f"tensor_parallel_size is {ranks}", "leave it out"),
         (stored is not None, f"weights are quantised ({stored})", "take 16-bit or float32 weights"),
         (config.experts is not None, "the model has experts", "take a dense model"),

@@ -158,7 +158,7 @@ class EngineOptions(Options):
 
     deterministic: bool = Field(default=False, json_schema_extra={"identity": True})
     """Logits have the same bits in any batch and after any hit: of dense models in 16 bits or
-    float32, on a CPU (docs/sampling.md)."""
+    float32, on one device (docs/sampling.md)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Devices that hold the model together: GPUs from the device on, or processes on the CPU

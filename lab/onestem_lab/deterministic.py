@@ -1,10 +1,10 @@
-"""What equal bits cost on a CPU: jobs with `deterministic` and without, in turns.
+"""What equal bits cost: jobs with `deterministic` and without, in turns.
 
     python -m onestem_lab.deterministic [--models shape:0.1b,shape:qwen2.5-0.5b] [--turns 3]
-        [--threads N] [--dtype bfloat16]
+        [--threads N] [--dtype bfloat16] [--device cpu] [--kv-memory 1GiB] [--out FILE]
 
 Both engines are in one process. Each turn has random prompts of its own, so that nothing is cached,
-and both get the same. Written to lab/results/deterministic-cpu.json.
+and both get the same. Written to lab/results/deterministic-cpu.json, or deterministic-gpu.json.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from onestem import LLM, SamplingParams
 from onestem_lab.results import RESULTS, machine, processor, write
@@ -46,12 +48,19 @@ class Job:
         ]
 
 
-JOBS = {
+ON_CPU = {
     "4x16 800/50/50": Job(4, 16, 800, 50, 50),
     "1x64 2000/64/16": Job(1, 64, 2000, 64, 16),
     "4 problems x 16 answers, temperature 1": Job(4, 1, 0, 200, 64, 1.0, 16),
     "32 prompts that share nothing, 250/32": Job(32, 1, 0, 250, 32),
     "one stream, 600/64": Job(1, 1, 0, 600, 64),
+}
+ON_GPU = {
+    "one stream, 600/64": Job(1, 1, 0, 600, 64),
+    "256x1 512/64": Job(256, 1, 0, 512, 64),
+    "20x16 2000/200/100": Job(20, 16, 2000, 200, 100),
+    "64 problems x 16 answers, 256/128, temperature 1": Job(64, 1, 0, 256, 128, 1.0, 16),
+    "1x256 8000/64/128": Job(1, 256, 8000, 64, 128),
 }
 
 
@@ -73,21 +82,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--jobs", default="", help="only those whose names begin so")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    on_cpu = options.device == "cpu"
+    out = options.out or RESULTS / f"deterministic-{'cpu' if on_cpu else 'gpu'}.json"
+    device = processor(options.threads or 0) if on_cpu else {"gpu": torch.cuda.get_device_name()}
+    about = {**machine(), **device}
     rows = []
     for model in options.models.split(","):
         engines = {
             strict: LLM(
                 model,
                 dtype=options.dtype,
-                device="cpu",
+                device=options.device,
                 threads=options.threads,
-                kv_memory="1GiB",
+                kv_memory=options.kv_memory,
                 deterministic=strict,
             )
             for strict in (False, True)
         }
-        for name, job in JOBS.items():
+        for name, job in (ON_CPU if on_cpu else ON_GPU).items():
             if not name.startswith(options.jobs):
                 continue
             for llm in engines.values():
@@ -107,13 +123,14 @@ def main() -> None:
                 "most": max(speeds),
             }
             rows.append(row)
-            print(f"{model} {name}: {row['speed']:.3f} of the default's speed", flush=True)
+            print(
+                f"{model} {name}: {row['speed']:.3f} of the default's speed "
+                f"({min(taken[False]):.2f} s, {min(taken[True]):.2f} s)",
+                flush=True,
+            )
+            write(out, {**about, "dtype": options.dtype, "rows": rows})
         for llm in engines.values():
             llm.close()
-    write(
-        RESULTS / "deterministic-cpu.json",
-        {**machine(), **processor(options.threads or 0), "dtype": options.dtype, "rows": rows},
-    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def made_up(
-    out_features: int, in_features: int, dtype: torch.dtype, offset: int = 0
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    offset: int = 0,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers whose products show the order of their sums: a row `[1, in_features]`, a weight
     `[out_features, in_features]` and a bias `[out_features]`.
@@ -56,12 +60,13 @@ def made_up(
     row, distinct = values(1), values(min(out_features, DISTINCT))
     row[:, places[half:]] *= -1
     shift = offset // dtype.itemsize
-    memory = torch.empty(shift + out_features * in_features, dtype=dtype)
+    distinct = distinct.to(device)
+    memory = torch.empty(shift + out_features * in_features, dtype=dtype, device=device)
     weight = memory[shift:].view(out_features, in_features)
     for first in range(0, out_features, len(distinct)):
         weight[first : first + len(distinct)] = distinct[: out_features - first]
     bias = torch.randn(out_features, generator=generator) * SMALL
-    return row, weight, bias.to(dtype)
+    return row.to(device), weight, bias.to(device, dtype)
 
 
 def numbers_alike(multiply: Callable[[Tensor], Tensor], row: Tensor) -> tuple[int, ...]:
@@ -77,15 +82,21 @@ def numbers_alike(multiply: Callable[[Tensor], Tensor], row: Tensor) -> tuple[in
     return tuple(largest)
 
 
-def in_parts(multiply: Callable[[Tensor], Tensor], x: Tensor, numbers: Sequence[int]) -> Tensor:
+def in_parts(
+    multiply: Callable[[Tensor], Tensor],
+    x: Tensor,
+    numbers: Sequence[int],
+    padded_to: int = PADDED_TO,
+) -> Tensor:
     """`multiply(x)`, with `x` `[n, in_features]` in parts of one of the `numbers` of rows each, as
-    `numbers_alike` returns them; the last is filled with zeros."""
+    `numbers_alike` returns them; the last is filled with zeros. Up to `padded_to` rows it always
+    is."""
     if len(x) in numbers:
         return multiply(_aligned(x))
     if not len(x):
         return multiply(x)
     parts, first = [], 0
-    for taken, rows in cuts(len(x), numbers):
+    for taken, rows in cuts(len(x), numbers, padded_to):
         part = _aligned(x[first : first + taken])
         part = F.pad(part, (0, 0, 0, rows - taken)) if rows > taken else part
         parts.append(multiply(part)[:taken])
@@ -93,13 +104,15 @@ def in_parts(multiply: Callable[[Tensor], Tensor], x: Tensor, numbers: Sequence[
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def cuts(rows: int, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def cuts(
+    rows: int, numbers: Sequence[int], padded_to: int = PADDED_TO
+) -> Iterator[tuple[int, int]]:
     """How `rows` are divided: how many are taken, and the number that they are padded to."""
     while rows:
         above = next((number for number in numbers if number >= rows), None)
         below = max((number for number in numbers if number <= rows), default=None)
         if above is not None and (
-            below is None or above <= PADDED_TO or above - rows <= above // 8
+            below is None or above <= padded_to or above - rows <= above // 8
         ):
             yield rows, above
             return

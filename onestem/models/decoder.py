@@ -211,6 +211,10 @@ class Decoder:
 
     def padded_rows(self, rows: int) -> int:
         """Number of rows that a step of `rows` is best padded to."""
+        if self.head.deterministic and self.device.type == "cuda":
+            from onestem.models import by_row_gpu
+
+            return by_row_gpu.padded_rows(rows)
         return padded_rows(rows, self.head.layout, self.dtype)
 
     @property

@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from onestem.errors import UnsupportedError
 from onestem.models.by_row import ALIGNED, in_parts, made_up, numbers_alike
 from onestem.ops.rounding import RoundedRows
 from onestem.threads import ram_bytes
+
+if TYPE_CHECKING:
+    from onestem.models.by_row_gpu import Form
 
 # Maximum rows for which a 16-bit weight is used as it is, and not its packed float32 copy.
 NATIVE_ROWS = 1
@@ -190,8 +193,10 @@ class _Weight:
         weight: as it is; None: not kept.
         packed: by oneDNN; None: not kept, or dropped until it is written again.
         deterministic: a row's bits do not depend on the rows beside it.
+        wide: a GPU's products are float32.
     """
 
+    wide = False
     layout: Layout
     weight: Tensor | None
     packed: Tensor | None
@@ -215,14 +220,35 @@ class _Weight:
         return packed_product(x, self.packed, bias)
 
     def _by_row(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`_whole`, in parts whose numbers of rows do not change a row's bits."""
+        """`_whole`, so that the number of rows does not change a row's bits."""
+        if x.is_cuda:
+            from onestem.models.by_row_gpu import product
+
+            weight = _present(self.weight)
+            return product(x, weight, bias, self._form(bias is not None), wide=self.wide)
         return in_parts(lambda part: self._whole(part, bias), x, self._numbers(bias is not None))
 
+    def _try_out(self, biased: bool) -> None:
+        """Raise `UnsupportedError` where a row's bits always depend on the number of rows."""
+        if self.weight is not None and self.weight.is_cuda:
+            self._form(biased)
+        else:
+            self._numbers(biased)
+
+    @property
+    def _offset(self) -> int:
+        plain = self.layout is Layout.PLAIN and self.weight is not None
+        return _present(self.weight).data_ptr() % ALIGNED if plain else 0
+
     def _numbers(self, biased: bool) -> tuple[int, ...]:
-        offset = 0 if self.weight is None else self.weight.data_ptr() % ALIGNED
-        offset = offset if self.layout is Layout.PLAIN else 0
-        shape = self.out_features, self.in_features
-        return numbers_of(shape, self.dtype, self.layout, biased, offset, torch.get_num_threads())
+        shape, threads = (self.out_features, self.in_features), torch.get_num_threads()
+        return numbers_of(shape, self.dtype, self.layout, biased, self._offset, threads)
+
+    def _form(self, biased: bool) -> Form:
+        from onestem.models.by_row_gpu import form_of
+
+        shape, device = (self.out_features, self.in_features), _present(self.weight).device
+        return form_of(shape, self.dtype, device, biased, self.wide, self._offset)
 
     @contextmanager
     def rewriting(self) -> Iterator[Tensor]:
@@ -258,7 +284,7 @@ class Linear(_Weight, Projection):
         self.amx = _is_amx_product(self.layout, weight.dtype)
         self.kind = f"{str(weight.dtype).removeprefix('torch.')}, {self.layout.value}"
         if deterministic:
-            self._numbers(bias is not None)  # raises where there are none
+            self._try_out(bias is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.deterministic:
@@ -330,6 +356,8 @@ class Head(_Weight):
     would tie, and the greedy choice between them would be an accident.
     """
 
+    wide = True
+
     def __init__(
         self,
         weight: Tensor,
@@ -349,7 +377,7 @@ class Head(_Weight):
         self.bias = bias
         self.memory = LogitsMemory()
         if deterministic:
-            self._numbers(biased=False)
+            self._try_out(biased=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self._product(x)

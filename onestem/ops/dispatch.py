@@ -45,6 +45,12 @@ class AttentionImpl(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend on what it sees alone, not on the plan's other rows, its runs
+        or sharing. What a row sees must be at positions without a gap."""
+        ...
+
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         """The page layout with which it is fastest, see `allocate_pages`."""
         ...
@@ -113,9 +119,14 @@ def _deterministic(
     impl = _fastest(device_type, heads) if name == "auto" else resolve(name)
     if isinstance(impl, CpuAttention):
         return CpuAttention(deterministic=True)
+    if impl.name == "triton":
+        from onestem.ops.triton.attention import TritonAttention
+
+        return TritonAttention(deterministic=True)
     raise UnsupportedError(
-        f"attention implementation {impl.name!r} is not deterministic, 'cpu' alone is (heads of a "
-        "multiple of 8, on a CPU, with the compiled extension): leave deterministic out"
+        f"attention implementation {impl.name!r} is not deterministic, 'cpu' is (heads of a "
+        "multiple of 8, on a CPU, with the compiled extension), and 'triton': leave deterministic "
+        "out"
     )
 
 

@@ -19,6 +19,7 @@ class ReferenceAttention:
     """Gathers each row's keys and computes a softmax over them in float64."""
 
     name: str = "reference"
+    deterministic = False
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return False

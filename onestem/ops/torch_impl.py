@@ -25,6 +25,7 @@ class TorchAttention:
 
     name: str = "torch"
     cost: CostModel = field(default_factory=CostModel)
+    deterministic = False
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return False

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem import LLM
-from onestem.build import check_deterministic, kv_identity
+from onestem.build import kv_identity
 from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
 from onestem.errors import OnestemError, RequestError
 from onestem.jobs import run_file
 from onestem.models import linear
-from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.linear import Layout, choose_layout
 from onestem.models.weights import load_decoder
@@ -29,8 +28,6 @@ from onestem.request import Request, RequestOutput, SamplingParams
 from tests.engine.harness import answer, engine_with, watch_logits
 from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.soak import one_in, seeds
-
-OUT = "or leave deterministic out"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +46,6 @@ def test_what_cannot_be_is_refused_by_name(tiny, family, options, message):
     assert message in str(told.value)
     assert "leave deterministic out" in str(told.value)
     assert "\n" not in str(told.value)
-
-
-def test_gpus_are_refused(tiny):
-    config = ModelConfig.from_directory(tiny("llama"))
-    asked = EngineOptions(deterministic=True)
-    with pytest.raises(OnestemError, match=f"device is cuda:0, .*: use cpu, {OUT}"):
-        check_deterministic(asked, config, torch.device("cuda:0"))
-    check_deterministic(EngineOptions(), config, torch.device("cuda:0"))
 
 
 def test_its_keys_values_and_jobs_are_kept_apart(tiny):
@@ -271,4 +260,35 @@ def test_attention_as_it_comes_is_found(tiny, monkeypatch):
     plain = CpuAttention()
     monkeypatch.setattr("onestem.engine.engine.resolve", lambda *_, **__: plain)
     decoder = load_decoder(tiny("llama"), dtype=torch.bfloat16, device="cpu", deterministic=True)
+    assert traffic(decoder, 0, SHARES[:1]).differing > 0
+
+
+@pytest.fixture
+def few_graphs(monkeypatch):
+    """Engines are made sooner."""
+    from onestem.engine.step import graphs
+
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 8, 32, 64))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("few_graphs")
+@pytest.mark.parametrize(("family", "dtype"), one_in(3, FAMILIES, DTYPES))
+def test_company_changes_no_bit_on_a_gpu(tiny, family, dtype):
+    decoder = load_decoder(
+        tiny(family), dtype=getattr(torch, dtype), device="cuda", deterministic=True
+    )
+    made = traffic(decoder, 0)
+    assert made.differing == 0, f"{made.differing} of {made.compared}"
+    assert min(made.hits, made.splits, made.forks, made.preempted) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("few_graphs")
+def test_attention_as_it_comes_is_found_on_a_gpu(tiny, monkeypatch):
+    from onestem.ops.triton import TritonAttention
+
+    plain = TritonAttention()
+    monkeypatch.setattr("onestem.engine.engine.resolve", lambda *_, **__: plain)
+    decoder = load_decoder(tiny("llama"), dtype=torch.bfloat16, device="cuda", deterministic=True)
     assert traffic(decoder, 0, SHARES[:1]).differing > 0

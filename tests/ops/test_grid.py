@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +23,14 @@ from onestem.ops import (
 )
 from onestem.ops.cpu import is_built
 from onestem.ops.reference import ReferenceAttention
+from onestem.ops.triton import TritonAttention
+from onestem.ops.work import grid, lists
 from tests.ops.cpu_isas import EVERY_ISA, Isa
 from tests.ops.test_attention import assert_matches
 from tests.ops.test_cpu_attention import COSTS, DTYPES, isas_with
 
-pytestmark = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+needs_extension = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+HAS_GPU = torch.cuda.is_available()
 
 
 @dataclass
@@ -51,13 +54,18 @@ class Run:
 
 
 def texts_of(
-    rng: np.random.Generator, kv_heads: int, group: int, dim: int, dtype: torch.dtype
+    rng: np.random.Generator,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> list[Text]:
     """A forest of two trees, of two levels."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     texts = []
     for family in range(2):
@@ -98,7 +106,7 @@ class Pages:
         index = np.arange(offset, offset + end - begin)
         pages, self._free = np.split(self._free, [index[-1] // page_size + 1])
         where = tuple(
-            torch.from_numpy(part.astype(np.int64))
+            torch.from_numpy(part.astype(np.int64)).to(self.keys.device)
             for part in (pages[index // page_size], index % page_size)
         )
         self.keys[where], self.values[where] = text.keys[begin:end], text.values[begin:end]
@@ -167,15 +175,19 @@ def chunk_of(rng: np.random.Generator, text: Text) -> range:
 
 
 def different_rows(
-    rng: np.random.Generator, isa: Isa, dtype: torch.dtype, grid: bool = True
+    rng: np.random.Generator,
+    isa: Isa | OnTriton,
+    dtype: torch.dtype,
+    grid: bool = True,
+    device: str = "cpu",
 ) -> int:
     """Rows of a random plan whose bits are others than alone, of those that are compared."""
     kv_heads, group = int(rng.choice([1, 2])), int(rng.choice([1, 3, 4, 8]))
-    texts = texts_of(rng, kv_heads, group, int(rng.choice([8, 64, 72])), dtype)
+    texts = texts_of(rng, kv_heads, group, int(rng.choice([8, 64, 72])), dtype, device)
     chunks = [chunk_of(rng, text) for text in texts]
     pages, plan = together(rng, texts, chunks)
     window = [None, 1, 100, 300][int(rng.integers(4))]
-    slopes = torch.rand(kv_heads * group) if rng.random() < 0.2 else None
+    slopes = torch.rand(kv_heads * group, device=device) if rng.random() < 0.2 else None
     scores = Scores(softcap=20.0 if rng.random() < 0.2 else None, alibi_slopes=slopes)
     cost = [None, COSTS["share all, cut"]][int(rng.integers(2))]
     attention, plainly = (isa.attention(one, deterministic=grid) for one in (cost, None))
@@ -199,6 +211,14 @@ def different_rows(
     return different
 
 
+@dataclass(frozen=True)
+class OnTriton:
+    """The kernels of a GPU, which may have been changed."""
+
+    def attention(self, cost: object = None, deterministic: bool = False) -> AttentionImpl:
+        return TritonAttention(deterministic=deterministic)
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """More threads than one, so that long walks are cut."""
@@ -208,15 +228,69 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@needs_extension
 @pytest.mark.parametrize(
-    ("isa", "dtype"), [(isa, dtype) for dtype in DTYPES for isa in isas_with(dtype)], ids=str
+    ("isa", "dtype"),
+    [(isa, dtype) for dtype in DTYPES for isa in isas_with(dtype)] if is_built() else [],
+    ids=str,
 )
 def test_rows_have_the_same_bits_in_any_plan(isa: Isa, dtype: torch.dtype) -> None:
     for seed in range(3 if isa.module else 12):
         assert different_rows(np.random.default_rng(seed), isa, dtype) == 0, seed
 
 
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_the_grid_bits_differ(dtype: torch.dtype) -> None:
     isa = EVERY_ISA[0]
     assert sum(different_rows(np.random.default_rng(s), isa, dtype, grid=False) for s in range(6))
+
+
+@pytest.fixture
+def fixed_order(monkeypatch) -> None:
+    """Products of Triton's interpreter add each element's terms in one order. Those of NumPy's
+    library have another in the rows at a block's end."""
+    if HAS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, *_):
+        product = np.einsum("...mk,...kn->...mn", *(x.data.astype(np.float32) for x in (a, b)))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def on_triton(seeds: Iterable[int], dtype: torch.dtype) -> int:
+    device = "cuda" if HAS_GPU else "cpu"
+    return sum(
+        different_rows(np.random.default_rng(seed), OnTriton(), dtype, device=device)
+        for seed in seeds
+    )
+
+
+# The interpreter is slow, and does not multiply bfloat16. Of these plans some have windows.
+PLANS = {dtype: range(40) if HAS_GPU else (7, 0) for dtype in DTYPES}
+
+
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else (torch.float32, torch.float16), ids=str)
+def test_rows_have_the_same_bits_in_any_plan_on_triton(dtype: torch.dtype) -> None:
+    assert on_triton(PLANS[dtype], dtype) == 0
+
+
+def last_first(keys: np.ndarray) -> np.ndarray:
+    """An order of keys, equal ones reversed."""
+    return len(keys) - 1 - np.argsort(keys[::-1], kind="stable")
+
+
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("mutation", ["out of order", "inside segments"])
+def test_mutations_on_triton_are_found(monkeypatch, mutation: str) -> None:
+    """States folded in another order; items that begin and end inside segments."""
+    if mutation == "out of order":
+        monkeypatch.setattr(lists, "argsort", last_first)
+    else:
+        monkeypatch.setattr(grid, "segment_of", lambda position: position // 64)
+        monkeypatch.setattr(grid, "segment_start", lambda number: number * 64)
+    assert on_triton((0, 2), torch.float32) > 0

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Prepared, Runner
+from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads
 from onestem.ops.triton import Kernels, States, Workspace
@@ -30,10 +31,7 @@ from onestem.ops.work import ListTooLong
 from onestem.options import ShareMode
 
 # Rows that graphs are made for; a larger step is launched kernel by kernel.
-BATCH_SIZES = (
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
-    320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048,
-)  # fmt: skip
+BATCH_SIZES = GRAPH_ROWS
 
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
@@ -110,6 +108,7 @@ class GraphRunner(Runner):
         self._stagings = [Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
+        self._list_steps = LIST_STEPS  # after which they are made again
         self._listed = False  # whether they are those of the step before
         self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
@@ -117,11 +116,13 @@ class GraphRunner(Runner):
             (window, heads.num_kv_heads, heads.head_dim)
             for window, heads in zip(self.windows, decoder.part.heads, strict=True)
         ]
-        self.workspaces = self._make_workspaces(num_pages, page_size)
+        self.workspaces = self._make_workspaces(impl, num_pages, page_size)
         self._pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[GraphShape, Graph] = {}
 
-    def _make_workspaces(self, num_pages: int, page_size: int) -> dict[_Kind, Workspace]:
+    def _make_workspaces(
+        self, impl: AttentionImpl, num_pages: int, page_size: int
+    ) -> dict[_Kind, Workspace]:
         config, device = self.decoder.part, self.decoder.device
         max_states = STATES_PER_ROW * BATCH_SIZES[-1]
         widest = max(heads.head_dim for heads in config.heads)
@@ -136,6 +137,7 @@ class GraphRunner(Runner):
                     dtype=self.decoder.dtype,
                     device=device,
                     windowed=window is not None,
+                    deterministic=impl.deterministic,
                 ),
                 states.of_size(head_dim),
                 max_rows=BATCH_SIZES[-1],
@@ -174,7 +176,7 @@ class GraphRunner(Runner):
         does not fit in the fixed buffers, is launched kernel by kernel."""
         rows = len(inputs.positions)
         self._list_age += 1
-        if new_pages is None or self._list_age >= LIST_STEPS or not self._listed:
+        if new_pages is None or self._list_age >= self._list_steps or not self._listed:
             self._listed = rows <= BATCH_SIZES[-1] and self.write_lists(inputs)
             return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
@@ -206,6 +208,8 @@ class GraphRunner(Runner):
                 workspace.write(inputs.plans[window], num_rows=size)
         except ListTooLong:
             return False
+        rooms = [space.work.room for space in self.workspaces.values() if space.work is not None]
+        self._list_steps = min(LIST_STEPS, *(room + 1 for room in rooms if room is not None), 2**31)
         return True
 
     def run(

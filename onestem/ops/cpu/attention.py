@@ -59,8 +59,7 @@ class CpuAttention:
     Args:
         isa: instruction set, by default the one in use.
         cost: by default the instruction set's for the dtype.
-        deterministic: a row's bits depend on what it sees alone, not on the plan's other rows, its
-            runs or sharing. What a row sees must be at positions without a gap.
+        deterministic: see `AttentionImpl`.
     """
 
     name: str = "cpu"

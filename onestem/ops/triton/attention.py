@@ -30,6 +30,7 @@ class TritonAttention:
 
     name: str = "triton"
     config: KernelConfig | None = None
+    deterministic: bool = False
     choices: defaultdict[tuple[object, ...], KeptChoice] = field(
         default_factory=lambda: defaultdict(KeptChoice), init=False, compare=False, repr=False
     )
@@ -77,6 +78,7 @@ class PreparedTriton:
             device=q.device,
             windowed=self.plan.window is not None,
             config=self.impl.config,
+            deterministic=self.impl.deterministic,
         )
         work = kernels.listed(self.plan, choice, share=self.share)
         words = np.zeros(work.num_words, np.int32)

@@ -174,12 +174,12 @@ def _attend_tile(
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weight = _exp2(score - safe_max[:, None], EXACT)
     else:
-        # The scale is applied in the exponent: one fused multiply-add per weight.
+        # The scale is applied in the exponent, by one instruction per weight.
         new_max = tl.maximum(running_max, tl.max(score, 1) * (scale * LOG2_E))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weight = _exp2(score * (scale * LOG2_E) - safe_max[:, None], EXACT)
+        weight = _exp2(tl.fma(score, scale * LOG2_E, -safe_max[:, None]), EXACT)
     shrink = _exp2(running_max - safe_max, EXACT)
-    denominator = denominator * shrink + tl.sum(weight, 1)
+    denominator = tl.fma(denominator, shrink, tl.sum(weight, 1))
     total = total * shrink[:, None]
     total = tl.dot(weight.to(value.dtype), value, total, input_precision="ieee")
     return new_max, denominator, total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +16,11 @@ from onestem.ops.kv import page_strides
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.triton.config import KernelConfig, load_config
+from onestem.ops.triton.grid import fold_kernel, grid_config, grid_kernel
 from onestem.ops.triton.kernels import attend_kernel, merge_kernel
 from onestem.ops.triton.words import Form, HopperForm
 from onestem.ops.work import CostModel, WorkList, make_work
+from onestem.ops.work.grid import grid_work
 from onestem.ops.work.lists import KeptChoice
 
 MERGING = 32  # programs of one warp that a multiprocessor holds
@@ -33,22 +35,24 @@ class States:
     """Memory for partial states, on the device; workspaces that run in turn may share it.
 
     out: float32 `[max_states, num_q_heads, head_dim]`; lse: float32 `[max_states, num_q_heads]`, in
-    powers of two.
+    powers of two. On the grid `out` is not normalised, `lse` the maximum, and `weights` the sum.
     """
 
     out: Tensor
     lse: Tensor
+    weights: Tensor
 
     @staticmethod
     def empty(max_states: int, num_q_heads: int, head_dim: int, device: torch.device) -> States:
         """Memory for `max_states`, not initialised."""
         out = torch.empty(max_states, num_q_heads, head_dim, dtype=torch.float32, device=device)
-        return States(out, torch.empty(out.shape[:2], dtype=torch.float32, device=device))
+        two = torch.empty(2, max_states, num_q_heads, dtype=torch.float32, device=device)
+        return States(out, *two)
 
     def of_size(self, head_dim: int) -> States:
         """The same number of states of smaller heads, in the same memory."""
         shape = (*self.lse.shape, head_dim)
-        return States(self.out.flatten()[: math.prod(shape)].view(shape), self.lse)
+        return replace(self, out=self.out.flatten()[: math.prod(shape)].view(shape))
 
     def __len__(self) -> int:
         return len(self.lse)
@@ -87,13 +91,18 @@ class Kernels:
         device: torch.device,
         windowed: bool,
         config: KernelConfig | None = None,
+        deterministic: bool = False,
     ) -> Kernels:
-        """The kernels, by default with the device's tuned configuration or the default rule."""
+        """The kernels, by default with the device's tuned configuration or the default rule.
+        `deterministic`: those on a grid of positions (`ops.triton.grid`)."""
         _check(num_q_heads, num_kv_heads, head_dim, dtype, device)
         group = num_q_heads // num_kv_heads
         name, num_sms, has_hopper = _device(device)
         hopper = takes_hopper(device, dtype, num_kv_heads, head_dim, page_size)
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
+        if deterministic:
+            config = config or grid_config(dtype, head_dim, group)
+            return GridKernels(*shape, config, num_sms, windowed, False, has_hopper)
         if config is None:
             config, _ = load_config(name, dtype, head_dim, group, hopper, _memory_rate(device))
         elif config.hopper_registers is not None and not hopper:
@@ -141,6 +150,11 @@ class Kernels:
             raise ConfigError(
                 f"the plan's window is {plan.window}, the kernels have windowed={self.windowed}"
             )
+        return self._make_list(plan, choice, share=share, **limits)
+
+    def _make_list(
+        self, plan: AttentionPlan, choice: KeptChoice, *, share: bool, **limits: int | None
+    ) -> WorkList:
         work = make_work(
             plan,
             self.cost,
@@ -173,13 +187,18 @@ class Kernels:
         replays for other plans.
         """
         tensors = (control, q, k_pages, v_pages, out, lse, states.out, states.lse)
-        if self.hopper:
-            self._attend_hopper(tensors, scores, self.most_queries(len(q), wide))
-        else:
-            if wide and self.may_be_wide(len(q)):
-                self._attend(1, tensors, scores)
-            self._attend(0, tensors, scores)
+        self._attend_items(tensors, states, scores, wide)
         self.merge(control, states, out, lse, num_merges)
+
+    def _attend_items(
+        self, tensors: tuple[Tensor, ...], states: States, scores: Scores, wide: bool
+    ) -> None:
+        if self.hopper:
+            self._attend_hopper(tensors, scores, self.most_queries(len(tensors[1]), wide))
+            return
+        if wide and self.may_be_wide(len(tensors[1])):
+            self._attend(1, tensors, scores)
+        self._attend(0, tensors, scores)
 
     def _attend_hopper(self, tensors: tuple[Tensor, ...], scores: Scores, most: int) -> None:
         from onestem.ops.triton.sm90 import attend_hopper, descriptors
@@ -263,19 +282,77 @@ class Kernels:
     ) -> None:
         """Launch the second kernel alone; see `launch`."""
         works = (len(out) if num_merges is None else num_merges) * self.num_q_heads  # a warp each
-        if works == 0:
-            return
+        if works:
+            self._merge(min(works, MERGING * self.num_sms), control, states, out, lse)
+
+    def _merge(
+        self, programs: int, control: Tensor, states: States, out: Tensor, lse: Tensor
+    ) -> None:
         few = len(out) * self.num_q_heads <= 4 * self.num_sms
-        merge_kernel[(min(works, MERGING * self.num_sms),)](
+        merge_kernel[(programs,)](
             control, out, lse, states.out, states.lse,
-            NUM_HEADS=self.num_q_heads,
-            HEAD_DIM=self.head_dim,
-            BLOCK_D=triton.next_power_of_2(self.head_dim),
             # More states at a time, or more programs.
             UNROLL=8 if not few else 16 if self.head_dim > 256 else 32,
-            DEPENDENT=self.dependent,
-            num_warps=1,
+            **self._merge_arguments(),
+        )  # fmt: skip
+
+    def _merge_arguments(self) -> dict[str, Any]:
+        return {
+            "NUM_HEADS": self.num_q_heads,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": triton.next_power_of_2(self.head_dim),
+            "DEPENDENT": self.dependent,
+            "num_warps": 1,
             **({"launch_pdl": True} if self.dependent else {}),
+        }
+
+
+@dataclass(frozen=True)
+class GridKernels(Kernels):
+    """The kernels of `ops.triton.grid`: items of one tile, cut on a grid of positions."""
+
+    def may_be_wide(self, num_rows: int) -> bool:
+        """See `Kernels`."""
+        return False
+
+    def _make_list(
+        self, plan: AttentionPlan, choice: KeptChoice, *, share: bool, **limits: int | None
+    ) -> WorkList:
+        (tile,) = self.config.tiles
+        return grid_work(
+            plan,
+            block_n=tile.block_n,
+            tile_rows=tile.block_m // self.group,
+            num_kv_heads=self.num_kv_heads,
+            programs=self.config.programs_per_sm[0] * self.num_sms,
+            share=share,
+            **limits,
+        )
+
+    def _attend_items(
+        self, tensors: tuple[Tensor, ...], states: States, scores: Scores, wide: bool
+    ) -> None:
+        (tile,) = self.config.tiles
+        grid_kernel[(self.config.programs_per_sm[0] * self.num_sms,)](
+            *tensors,
+            states.weights,
+            *self._score_arguments(tensors, scores),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            STAGES=self.config.stages[0],
+            HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
+            DEPENDENT=self.dependent,
+            FORM=Form(**self._form(scores)),
+            num_warps=self.config.num_warps[0],
+            enable_fp_fusion=False,
+        )
+
+    def _merge(
+        self, programs: int, control: Tensor, states: States, out: Tensor, lse: Tensor
+    ) -> None:
+        fold_kernel[(programs,)](
+            control, out, lse, states.out, states.lse, states.weights,
+            UNROLL=4, **self._merge_arguments(), enable_fp_fusion=False,
         )  # fmt: skip
 
 

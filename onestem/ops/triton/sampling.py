@@ -34,6 +34,7 @@ _PROGRAMS = 2048
 _BLOCK, _WARPS = 1024, 8
 _ROW_BLOCK, _ROW_WARPS = 4096, 16
 _LEADING_BLOCK, _LEADING_WARPS = 2048, 8
+_SUM_PART = 2048  # tokens of a part of a sum of exponentials
 
 _NOT_FINITE, _MASKED = tl.constexpr(STATUS_NOT_FINITE), tl.constexpr(STATUS_MASKED)
 _NOBODY = tl.constexpr(2**31 - 1)  # above all ids
@@ -427,6 +428,18 @@ def _sum_parts(logits, stride, index, tops, sums, vocab, split, BLOCK: tl.conste
     tl.store(sums + at, tl.sum(total * scale, 0))
 
 
+@triton.jit(do_not_specialize=["parts"])
+def _log_sum(tops, sums, parts, out, PARTS: tl.constexpr):
+    """Program (i): the log-sum-exp of a row's parts."""
+    i = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    top = tl.load(tops + i * parts + part, mask=part < parts, other=-_INFINITY)
+    total = tl.load(sums + i * parts + part, mask=part < parts, other=0.0)
+    highest = tl.max(top, 0)
+    shift = tl.where(highest > -_INFINITY, highest, 0.0)
+    tl.store(out + i, highest + tl.log(tl.sum(total * tl.exp(top - shift), 0)))
+
+
 @triton.jit
 def _rank_parts(logits, stride, index, ids, ranks, vocab, split, BLOCK: tl.constexpr):
     """Program (i, part): number of tokens in a part of row index[i] that are before ids[i]."""
@@ -497,14 +510,19 @@ class TritonSampling(Sampling):
         )  # fmt: skip
 
     def log_sums(self, logits: Tensor, index: Tensor) -> Tensor:
-        """See `Sampling`; the result is float32."""
-        parts, split = _split(len(index), logits.shape[1])
-        tops, sums = torch.empty(2, len(index), parts, dtype=torch.float32, device=logits.device)
-        _sum_parts[(len(index), parts)](
-            logits, logits.stride(0), index, tops, sums, logits.shape[1], split,
-            BLOCK=_BLOCK, num_warps=_WARPS,
-        )  # fmt: skip
-        return (tops + sums.log()).logsumexp(dim=-1)
+        """See `Sampling`; the result is float32. The parts of a row are the same at any number of
+        rows, and so are its bits."""
+        count, vocab = len(index), logits.shape[1]
+        parts = triton.cdiv(vocab, _SUM_PART)
+        tops, sums = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
+        out = torch.empty(count, dtype=torch.float32, device=logits.device)
+        if count:
+            _sum_parts[(count, parts)](
+                logits, logits.stride(0), index, tops, sums, vocab, _SUM_PART,
+                BLOCK=_BLOCK, num_warps=_WARPS,
+            )  # fmt: skip
+            _log_sum[(count,)](tops, sums, parts, out, PARTS=triton.next_power_of_2(parts))
+        return out
 
     def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values = logits.new_empty(len(index), count)

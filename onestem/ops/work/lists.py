@@ -71,6 +71,7 @@ class WorkList:
         merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
         num_states: number of partial states.
         choice: whether items of the widest tiles pay, if it was asked.
+        room: decode steps that `growing_words` may advance it by; None: any number.
     """
 
     plan: AttentionPlan
@@ -85,6 +86,7 @@ class WorkList:
     merges: np.ndarray
     num_states: int
     choice: Choice | None
+    room: int | None
     entries: Entries = field(repr=False)
 
     @property
@@ -241,7 +243,7 @@ def make_work(
         )
     drafts = _Drafts(plan, pairs_of(plan), cost, num_kv_heads, group, max_states)
     draft, made = drafts.best(choice) if share else (drafts.alone(), None)
-    return _listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
+    return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +346,7 @@ def _different_tokens(pairs: Pairs) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Items of a list, dealt out: what its end is estimated from, and `_listed` makes arrays of.
+    """Items of a list, dealt out: what its end is estimated from, and `listed` makes arrays of.
 
     Attributes:
         kind, count: of each item, its tile and its number of rows.
@@ -358,7 +360,7 @@ class Draft:
 
     kind: np.ndarray
     count: np.ndarray
-    walks: _Walks
+    walks: Walks
     order: np.ndarray
     queues: np.ndarray
     split: tuple[int, int]
@@ -408,8 +410,14 @@ def draft_of(
     )
 
 
-def _listed(plan: AttentionPlan, draft: Draft, num_rows: int, choice: Choice | None) -> WorkList:
-    """The arrays of a work list, its items in order."""
+def listed(
+    plan: AttentionPlan,
+    draft: Draft,
+    num_rows: int,
+    choice: Choice | None,
+    room: int | None = None,
+) -> WorkList:
+    """The arrays of a work list, its items in order; see its attributes."""
     walks, count, order = draft.walks, draft.count, draft.order
     head = np.flatnonzero(np.diff(walks.item, prepend=-1))  # the first entry of each item
     entries = walks.words
@@ -442,12 +450,13 @@ def _listed(plan: AttentionPlan, draft: Draft, num_rows: int, choice: Choice | N
         merges=merges,
         num_states=draft.num_states,
         choice=choice,
+        room=room,
         entries=Entries(walks.span, walks.last, more, place),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Walks:
+class Walks:
     """Walk entries, item after item, `[num_entries]`: their words, item, span (the first, of an
     entry for several runs), and whether an entry is its span's last piece; and `WorkList.pages`."""
 
@@ -458,7 +467,7 @@ class _Walks:
     pages: np.ndarray
 
 
-def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.ndarray) -> _Walks:
+def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.ndarray) -> Walks:
     """The entries of segments. block_n: tokens of each item's tiles.
 
     Tiles are walked whole, so each entry costs at least one. Short runs that an item walks, and
@@ -468,7 +477,7 @@ def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.nda
     """
     words, item = _entry_words(plan, blocks, parts), parts.item
     span, last = blocks.span[parts.entry], parts.hi == blocks.hi[parts.entry]
-    alone = _Walks(words, item, span, last, plan.run_pages)
+    alone = Walks(words, item, span, last, plan.run_pages)
     if len(block_n) == len(item):  # an entry each, as in most steps
         return alone
     fits = (words[:, HI] - words[:, LO] < block_n[item]) & (words[:, CLEAR_LO] <= words[:, LO])
@@ -505,7 +514,7 @@ def _walks(plan: AttentionPlan, blocks: Blocks, parts: Segments, block_n: np.nda
     words[heads, CLEAR_HI] = words[heads, HI] = words[heads, END] = at + tokens
     words[heads, STEP] = 0
     pages = np.concatenate((plan.run_pages, more))
-    return _Walks(words[kept], item[kept], span[kept], last[kept], pages)
+    return Walks(words[kept], item[kept], span[kept], last[kept], pages)
 
 
 def _entry_words(plan: AttentionPlan, blocks: Blocks, parts: Segments) -> np.ndarray:
@@ -533,7 +542,7 @@ def _with_records(queues: np.ndarray, records: np.ndarray) -> np.ndarray:
     return words
 
 
-def _item_ns(cost: CostModel, kind: np.ndarray, walks: _Walks) -> np.ndarray:
+def _item_ns(cost: CostModel, kind: np.ndarray, walks: Walks) -> np.ndarray:
     """float64 `[num_items]`: the time of each item, in ns."""
     block_n, item_ns, token_ns = tile_columns(cost, kind)
     tiles = -(-(walks.words[:, HI] - walks.words[:, LO]) // block_n[walks.item])
@@ -543,7 +552,7 @@ def _item_ns(cost: CostModel, kind: np.ndarray, walks: _Walks) -> np.ndarray:
 
 
 def _last_ns(
-    queues: np.ndarray, order: np.ndarray, kind: np.ndarray, walks: _Walks, cost: CostModel
+    queues: np.ndarray, order: np.ndarray, kind: np.ndarray, walks: Walks, cost: CostModel
 ) -> float:
     """Time at which the last program ends that has items of `queues` (`Deal.in_order`)."""
     start, stop, _, few = queues.T

@@ -1,0 +1,86 @@
+"""Products whose sums walk a weight's columns in one order, whatever the number of rows.
+
+A library that cuts columns where rows are few computes rows with other bits there. Here a tile of
+outputs walks all columns, weights on the left, since a few rows fill no tile of tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onestem.ops.triton.tiled import Tiles, fitting, store_tile, tile_of
+
+# Maximum rows, and tiles for them. The first ones are multiplied by other instructions than the
+# others, of which more programs share a weight.
+FEW_ROWS = (
+    (16, (Tiles(32, 16, 1, 4, 6, 128), Tiles(64, 16, 1, 4, 5, 128))),
+    (32, (Tiles(64, 32, 1, 4, 5, 128),)),
+    (64, (Tiles(64, 64, 1, 4, 4, 128),)),
+    (256, (Tiles(64, 128, 1, 4, 4, 64),)),
+)
+ANY_ROWS = Tiles(128, 256, 1, 8, 3, 64)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _rows_product(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    size,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Program (tile): the sums of a tile over all columns."""
+    BLOCK_K: tl.constexpr = TILES.columns
+    m, n = tile_of(num_rows, num_out, TILES)
+    i = tl.arange(0, BLOCK_K)
+    in_n, in_m = n < num_out, m < num_rows
+    weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * size + i[:, None]
+    SHAPE: tl.constexpr = (TILES.out, TILES.rows)
+    total = tl.zeros(SHAPE, tl.float32)
+    for column in range(0, size, BLOCK_K):
+        if EVEN:
+            left = tl.load(weight_at + column, mask=in_n[:, None], other=0.0)
+            right = tl.load(x_at + column, mask=in_m[None, :], other=0.0)
+        else:
+            in_k = column + i < size
+            left = tl.load(weight_at + column, mask=in_n[:, None] & in_k[None, :], other=0.0)
+            right = tl.load(x_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    inside = in_n[:, None] & in_m[None, :]
+    store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS)
+
+
+def rows_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, dtype: torch.dtype
+) -> Tensor:
+    """x `[n, size]` times a weight `[num_out, size]`, plus a bias `[num_out]`, contiguous, of one
+    dtype: `[n, num_out]` in a dtype, rounded once."""
+    (rows, size), num_out = x.shape, len(weight)
+    out = torch.empty(rows, num_out, dtype=dtype, device=x.device)
+    stage = (tiles.out + tiles.rows) * tiles.columns * x.itemsize
+    tiles = fitting(tiles, stage, x.device)
+    if rows:
+        _rows_product[(triton.cdiv(rows, tiles.rows) * triton.cdiv(num_out, tiles.out),)](
+            x,
+            weight,
+            out if bias is None else bias,
+            out,
+            rows,
+            num_out,
+            size,
+            EVEN=size % tiles.columns == 0,
+            HAS_BIAS=bias is not None,
+            TILES=tiles,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return out

@@ -1,0 +1,319 @@
+"""Attention on a grid of positions: a row's bits depend on what it sees alone.
+
+`grid_kernel` walks the items of `ops.work.grid` in tiles that lie at multiples of their size, from
+nothing in each segment, and folds the segments' states from left to right. `fold_kernel` goes on
+where a row's segments are in several items: states are not normalised, and folded by the same
+operations. A tile that a row does not see leaves its state's bits alone. All items have tiles of
+one shape, so that a row's products and sums are the same instructions whatever is beside it; and no
+operations are contracted but those that are written as `fma`, since the compiler might do so in one
+place and not in another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from onestem.ops.triton.config import KernelConfig
+from onestem.ops.triton.kernels import (
+    _attend_tile,
+    _divide,
+    _exp2,
+    _Inputs,
+    _locate,
+    _log2,
+    _merge,
+    _View,
+)
+from onestem.ops.triton.words import LN_2, LOG2_E, W
+from onestem.ops.work import Tile
+from onestem.ops.work.grid import FIRST_SEGMENT, FIRST_TO, SEGMENT
+
+_SEGMENT, _FIRST = tl.constexpr(SEGMENT), tl.constexpr(FIRST_SEGMENT)
+_FIRST_TO = tl.constexpr(FIRST_TO)
+
+
+@triton.jit
+def _is_border(start):
+    """Whether a segment begins at a position."""
+    return start % tl.where(start < _FIRST_TO, _FIRST, _SEGMENT) == 0
+
+
+@triton.jit
+def _factors(top, top_of_more, EXACT: tl.constexpr):
+    """The maximum of two states, and what sums of the first and of the second are multiplied by."""
+    highest = tl.maximum(top, top_of_more)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest, _exp2(top - safe, EXACT), _exp2(top_of_more - safe, EXACT)
+
+
+@triton.jit
+def _fold(top, weights, total, more_top, more_weights, more_total, EXACT: tl.constexpr):
+    """The state of some tokens and of those after them, `[BLOCK_M]` and `[BLOCK_M, BLOCK_D]`."""
+    top, old, more = _factors(top, more_top, EXACT)
+    weights = tl.fma(more_weights, more, weights * old)
+    return top, weights, tl.fma(more_total, more[:, None], total * old[:, None])
+
+
+@triton.jit
+def _result(top, weights, EXACT: tl.constexpr):
+    """The factor of a state's sum of values, and its log-sum-exp."""
+    seen = weights > 0.0
+    safe = tl.where(seen, weights, 1.0)
+    log_sum = tl.where(seen, (top + _log2(safe, EXACT)) * LN_2, float("-inf"))
+    return _divide(tl.zeros_like(safe) + 1.0, safe, True), log_sum
+
+
+@triton.jit
+def _rounded(total, factor, dtype: tl.constexpr):
+    """A row's result. States that saw nothing were added to some: a zero has any sign."""
+    value = total * factor
+    return tl.where(value == 0.0, 0.0, value).to(dtype)
+
+
+@triton.jit
+def _walk_item(
+    control,
+    record,
+    head,
+    inputs,
+    part_weights,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Walk one item for one KV head."""
+    EXACT: tl.constexpr = inputs.q.dtype.element_ty == tl.float32
+    num_rows = tl.load(record + W.NUM_ROWS)
+    row_start = tl.load(record + W.ROW_START)
+    num_walk = tl.load(record + W.NUM_WALK)
+    more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
+    pages = control + tl.load(control + W.AT_PAGES)
+
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    j = m // FORM.group  # [BLOCK_M] row of the item
+    q_head = head * FORM.group + m % FORM.group  # [BLOCK_M]
+    used = j < num_rows
+    d = tl.arange(0, FORM.block_d)  # [BLOCK_D]
+    inside = used[:, None] & (d < FORM.head_dim)[None, :]
+    row = tl.load(control + tl.load(control + W.AT_ROWS) + row_start + j, mask=used, other=0)
+    num_heads: tl.constexpr = FORM.num_kv_heads * FORM.group
+    at = (row.to(tl.int64) * num_heads + q_head) * FORM.head_dim  # [BLOCK_M]
+    query = tl.load(inputs.q + at[:, None] + d[None, :], mask=inside, other=0.0)
+    position = j  # [BLOCK_M] position id of the row, if it is needed
+    slope = inputs.scale
+    if FORM.windowed or FORM.alibi:
+        position = tl.load(control + tl.load(control + W.AT_POSITIONS) + row, mask=used, other=0)
+    if FORM.alibi:
+        slope = tl.load(inputs.slopes + q_head, mask=used, other=0.0) * LOG2_E
+    oldest = position
+    if FORM.windowed:
+        oldest = position - tl.load(control + W.WINDOW) + 1
+
+    # Positions: the item's, and of the next token's entry, whose places are x = position - base.
+    entry, index = record + W.FIRST_ENTRY, 0
+    final = tl.where(num_walk > 1, more + (num_walk - 2) * W.ENTRY, entry)
+    base = tl.load(final + W.POSITION)
+    stop = tl.load(final + W.HI) + base
+    last = tl.load(final + W.END) + base + j * tl.load(final + W.STEP)  # [BLOCK_M] each row's end
+    view = _View(last, oldest, position, slope)
+    base = tl.load(entry + W.POSITION)
+    begin = tl.load(entry + W.LO) + base
+    until = tl.load(entry + W.HI) + base
+    clear_lo = tl.load(entry + W.CLEAR_LO) + base
+    clear_hi = tl.load(entry + W.CLEAR_HI) + base
+    first = begin // BLOCK_N * BLOCK_N
+    start = first
+
+    BLOCK_D: tl.constexpr = FORM.block_d  # Triton 3.6 takes no fields in a shape
+    # Of the segment, and of those before it.
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    old_top, old_weights, old_total = top, weights, total
+    while start < stop:
+        # Whole tiles of one entry that all rows see.
+        whole = tl.minimum(until, clear_hi) // BLOCK_N * BLOCK_N
+        whole = tl.where(start >= clear_lo, whole, start)
+        begin_x = tl.maximum(start, begin) - base
+        x, page = _locate(pages, begin_x, until - base, FORM.page_size, BLOCK_N)
+        for tile in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+            # Page ids are read one tile ahead of the keys, outside the chain of the loads.
+            next_x, next_page = _locate(
+                pages, tile + BLOCK_N - base, until - base, FORM.page_size, BLOCK_N
+            )
+            if _is_border(tile) & (tile > first):
+                old_top, old_weights, old_total = _fold(
+                    old_top, old_weights, old_total, top, weights, total, EXACT
+                )
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                weights = tl.zeros([BLOCK_M], tl.float32)
+                total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            top, weights, total = _attend_tile(
+                query, top, weights, total, x, page, tile, stop, view, head, inputs, BLOCK_N,
+                False, HEAD_MAJOR, FORM,
+            )  # fmt: skip
+            x, page = next_x, next_page
+        start = tl.maximum(start, whole)
+        if start < stop:
+            # A tile of several entries, or one that not all rows see whole.
+            token = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK_N), begin), stop - 1)
+            x = token - base
+            while until < tl.minimum(start + BLOCK_N, stop):
+                entry, index = more + index * W.ENTRY, index + 1
+                base = tl.load(entry + W.POSITION)
+                x = tl.where(token >= until, token - base, x)
+                until = tl.load(entry + W.HI) + base
+                clear_lo = tl.load(entry + W.CLEAR_LO) + base
+                clear_hi = tl.load(entry + W.CLEAR_HI) + base
+            page = tl.load(pages + x // FORM.page_size)
+            if _is_border(start) & (start > first):
+                old_top, old_weights, old_total = _fold(
+                    old_top, old_weights, old_total, top, weights, total, EXACT
+                )
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                weights = tl.zeros([BLOCK_M], tl.float32)
+                total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            top, weights, total = _attend_tile(
+                query, top, weights, total, x, page, start, stop, view, head, inputs, BLOCK_N,
+                True, HEAD_MAJOR, FORM,
+            )  # fmt: skip
+            start += BLOCK_N
+        if (until <= start) & (start < stop):
+            entry, index = more + index * W.ENTRY, index + 1
+            base = tl.load(entry + W.POSITION)
+            until = tl.load(entry + W.HI) + base
+            clear_lo = tl.load(entry + W.CLEAR_LO) + base
+            clear_hi = tl.load(entry + W.CLEAR_HI) + base
+    top, weights, total = _fold(old_top, old_weights, old_total, top, weights, total, EXACT)
+
+    dest = tl.load(control + tl.load(control + W.AT_DEST) + row_start + j, mask=used, other=-1)
+    factor, log_sum = _result(top, weights, EXACT)
+    is_final = used & (dest < 0)
+    tl.store(
+        inputs.out + at[:, None] + d[None, :],
+        _rounded(total, factor[:, None], inputs.out.dtype.element_ty),
+        mask=inside & is_final[:, None],
+    )
+    tl.store(inputs.lse + row * num_heads + q_head, log_sum, mask=is_final)
+    is_part = used & (dest >= 0)
+    place = dest.to(tl.int64) * num_heads + q_head
+    to = inputs.part_out + place[:, None] * FORM.head_dim + d[None, :]
+    tl.store(to, total, mask=inside & is_part[:, None])
+    tl.store(inputs.part_lse + place, top, mask=is_part)
+    tl.store(part_weights + place, weights, mask=is_part)
+
+
+@triton.jit
+def grid_kernel(
+    control,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    part_out,
+    part_top,
+    part_weights,
+    slopes,
+    scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Walk all items, each for every KV head. A program's first work has the program's number; the
+    next ones come from a counter. DEPENDENT: the launch after this one may begin at once."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    inputs = _Inputs(q, k, v, out, lse, part_out, part_top, slopes, scale, softcap)
+    records = control + tl.load(control + W.AT_RECORDS)
+    num_works = tl.load(control + W.NUM_NARROW) * FORM.num_kv_heads
+    work = tl.program_id(0)
+    while work < num_works:
+        record = records + (work // FORM.num_kv_heads) * W.RECORD
+        _walk_item(
+            control, record, work % FORM.num_kv_heads, inputs, part_weights, BLOCK_M, BLOCK_N,
+            STAGES, HEAD_MAJOR, FORM,
+        )  # fmt: skip
+        if num_works > tl.num_programs(0):
+            taken = tl.atomic_add(control + W.QUEUE, 1)
+            work = tl.num_programs(0) + taken
+            # One addition follows each work, so the last one can reset the counter.
+            if taken == num_works - 1:
+                tl.store(control + W.QUEUE, 0)
+        else:
+            work = num_works
+
+
+@triton.jit
+def fold_kernel(
+    control,
+    out,
+    lse,
+    part_out,
+    part_top,
+    part_weights,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Fold the states of rows that have several; write (0, -inf) for rows that have none. A work is
+    a head of a row, for one warp. DEPENDENT, UNROLL: see `merge_kernel`."""
+    EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
+    num_works = tl.load(control + W.NUM_MERGES) * NUM_HEADS
+    merges = control + tl.load(control + W.AT_MERGES)
+    work = tl.program_id(0)
+    row, first, parts = _merge(merges, work // NUM_HEADS, work < num_works)
+    if DEPENDENT:  # noqa: SIM102 - decided when compiled
+        if (work < num_works) | (work == 0):
+            gdc_wait()
+    d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    while work < num_works:
+        head = work % NUM_HEADS
+        work += tl.num_programs(0)
+        next_row, next_first, next_parts = _merge(merges, work // NUM_HEADS, work < num_works)
+        top, weights = float("-inf"), 0.0
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, parts, UNROLL):
+            for i in tl.static_range(UNROLL):
+                state = first + start + i
+                there = state < first + parts
+                place = state * NUM_HEADS + head
+                more_top = tl.load(part_top + place, mask=there, other=float("-inf"))
+                more_weights = tl.load(part_weights + place, mask=there, other=0.0)
+                at = part_out + place * HEAD_DIM + d
+                more_total = tl.load(at, mask=d < tl.where(there, HEAD_DIM, 0), other=0.0)
+                top, old, more = _factors(top, more_top, EXACT)
+                weights = tl.fma(more_weights, more, weights * old)
+                total = tl.fma(more_total, more, total * old)
+        factor, log_sum = _result(top, weights, EXACT)
+        place = row * NUM_HEADS + head
+        result = _rounded(total, factor, out.dtype.element_ty)
+        tl.store(out + place * HEAD_DIM + d, result, mask=d < HEAD_DIM)
+        tl.store(lse + place, log_sum)
+        row, first, parts = next_row, next_first, next_parts
+
+
+def grid_config(dtype: torch.dtype, head_dim: int, group: int) -> KernelConfig:
+    """The shape of all tiles for heads of a size. Tiles of tokens divide segments."""
+    wide = head_dim > 128
+    if dtype == torch.float32:
+        tile, stages = Tile(32 if head_dim > 256 else 64, 16 if wide else 32), 1 if wide else 2
+    else:
+        tile, stages = Tile(64, 64 if not wide else 32 if head_dim <= 256 else 16), 3
+    rows = max(tile.block_m, 1 << (group - 1).bit_length())
+    warps = 8 if wide or rows > 64 else 4
+    programs = 1 if warps == 8 else 2
+    return KernelConfig(
+        (Tile(rows, tile.block_n),), (stages,), (warps, warps), (programs, programs)
+    )

@@ -1,0 +1,341 @@
+"""The work list on a grid of positions: a row's bits then depend on what it sees alone.
+
+Segments of positions are the same for all rows (`SEGMENT`). A row's result is the fold of its
+segments' states from left to right, and a kernel walks a segment in tiles that lie at multiples of
+their size. So it makes no difference which item computes a segment. Rows that see the same whole
+segments walk them together: in one item from their first one on, which folds them itself, and
+behind that in an item each. What a row sees besides is its own: one item, or one for each segment.
+
+`GridUnits` in `csrc/work.cpp` divides a CPU's plans so: `tests/ops/test_grid_work.py` compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onestem.errors import ConfigError
+from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
+from onestem.ops.work.arrays import argsort, before, ragged
+from onestem.ops.work.groups import Pairs
+from onestem.ops.work.lists import (
+    CLEAR_HI,
+    CLEAR_LO,
+    END,
+    ENTRY,
+    HI,
+    LO,
+    POSITION,
+    STEP,
+    Draft,
+    Walks,
+    WorkList,
+    listed,
+)
+from onestem.ops.work.units import pairs_of
+
+# Positions of a segment. The first ones are shorter: rows share whole segments, and short prompts
+# would have none.
+SEGMENT, FIRST_SEGMENT, FIRST_TO = 256, 128, 512
+
+_ATOM = 1 << 32  # more than there are positions
+
+
+def segment_of(position: np.ndarray) -> np.ndarray:
+    """The number of the segment that positions are in."""
+    first = FIRST_TO // FIRST_SEGMENT
+    later = first + (position - FIRST_TO) // SEGMENT
+    return np.where(position < FIRST_TO, position // FIRST_SEGMENT, later)
+
+
+def segment_start(number: np.ndarray) -> np.ndarray:
+    """The first position of segments."""
+    first = FIRST_TO // FIRST_SEGMENT
+    later = FIRST_TO + (number - first) * SEGMENT
+    return np.where(number < first, number * FIRST_SEGMENT, later)
+
+
+def grid_work(
+    plan: AttentionPlan,
+    *,
+    block_n: int,
+    tile_rows: int,
+    num_kv_heads: int,
+    programs: int,
+    share: bool = True,
+    num_rows: int | None = None,
+    max_states: int | None = None,
+) -> WorkList:
+    """The work list of a plan on the grid, for tiles of `tile_rows` rows and `block_n` tokens.
+
+    Args:
+        programs: items that run at a time; if there are fewer, long ones are cut.
+        share, num_rows, max_states: see `make_work`. Without room nothing is shared or cut.
+
+    Raises:
+        ConfigError: a row sees positions with a gap between them, or begins inside a tile.
+    """
+    pairs = pairs_of(plan)
+    seen = _Seen.of(plan, pairs, block_n)
+    hands = programs / num_kv_heads
+    draft, room = _draft(plan, seen, block_n, tile_rows, hands, share)
+    if max_states is not None and draft.num_states > max_states:
+        draft, room = _draft(plan, seen, block_n, tile_rows, 0, False)
+    return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, None, room)
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What atoms see, atom after atom, each in the order of positions.
+
+    Attributes:
+        bounds, rows: of the atoms.
+        atom, span, run, lo, hi, end, step: tokens lo..hi-1 of a run, of which the atom's row j sees
+            those below end + j * step.
+        start, stop: their positions.
+        first: the first of each atom; one more at the end.
+        kind: the same number where all that is seen before it, and its own beginning, are the same.
+    """
+
+    bounds: np.ndarray
+    rows: np.ndarray
+    atom: np.ndarray
+    span: np.ndarray
+    run: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    end: np.ndarray
+    step: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    first: np.ndarray
+    kind: np.ndarray
+
+    @staticmethod
+    def of(plan: AttentionPlan, pairs: Pairs, block_n: int) -> _Seen:
+        row, _, run, lo, end, step = pairs.spans[:, pairs.span]
+        rows, begin = np.diff(pairs.bounds), pairs.bounds[pairs.atom]
+        end = end + (begin - row) * step
+        hi = end + (rows[pairs.atom] - 1) * step
+        position = plan.run_position[run].astype(np.int64)
+        order = np.lexsort((position + lo, pairs.atom))
+        order = order[(hi > lo)[order]]
+        atom = pairs.atom[order]
+        columns = (pairs.span, run, lo, hi, end, step, position + lo, position + hi)
+        span, run, lo, hi, end, step, start, stop = (one[order] for one in columns)
+        follows = np.flatnonzero(atom[1:] == atom[:-1])
+        whole = (step[follows] == 0) | (rows[atom[follows]] == 1)
+        if not (whole & (stop[follows] == start[follows + 1])).all():
+            raise ConfigError("a row sees tokens at positions with a gap between them")
+        first = np.searchsorted(atom, np.arange(len(rows) + 1))
+        begins = start[first[:-1][np.diff(first) > 0]] % block_n
+        if begins.any():
+            raise ConfigError(f"what a row sees begins inside a tile of {block_n} positions")
+        kind = _kinds(run, lo, np.arange(len(atom)) - first[atom])
+        return _Seen(
+            pairs.bounds, rows, atom, span, run, lo, hi, end, step, start, stop, first, kind
+        )
+
+
+def _kinds(run: np.ndarray, lo: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    kind = np.zeros(len(run), np.int64)
+    wide, high = int(lo.max(initial=0)) + 1, int(run.max(initial=0)) + 1
+    count = 0
+    for d in range(int(depth.max(initial=-1)) + 1):
+        at = np.flatnonzero(depth == d)
+        above = kind[at - 1] + 1 if d else 0
+        known, number = np.unique((above * high + run[at]) * wide + lo[at], return_inverse=True)
+        kind[at] = count + number
+        count += len(known)
+    return kind
+
+
+@dataclass(frozen=True, eq=False)
+class _Units:
+    """Rows that walk positions start..stop-1 together, as `atom` sees them, `[num_units]`; their
+    rows `row_start..` of `rows`. `shared`: of several atoms, which all see all of it."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    atom: np.ndarray
+    shared: np.ndarray
+    rows: np.ndarray
+    row_start: np.ndarray
+    num_rows: np.ndarray
+
+
+def _units(seen: _Seen, together: np.ndarray) -> _Units:
+    """The units of a plan. together: bool, by atom: it may walk with others."""
+    atoms = np.flatnonzero(np.diff(seen.first))
+    begin = np.zeros(len(seen.rows), np.int64)
+    begin[atoms] = seen.start[seen.first[atoms]]
+    shared_to = begin.copy()
+    start, stop, atom, members, count = _shared(seen, together, shared_to)
+    # Of each atom: all that it sees, or each segment behind what it shares.
+    end = seen.stop[seen.first[atoms + 1] - 1]
+    shares = shared_to[atoms] > begin[atoms]
+    number = segment_of(shared_to[atoms])
+    own = np.where(shares, segment_of(end - 1) - number + 1, 1) * (shared_to[atoms] < end)
+    each, nth = np.repeat(np.arange(len(atoms)), own), ragged(np.zeros(len(own), np.int64), own)
+    own_start = np.where(nth == 0, shared_to[atoms[each]], segment_start(number[each] + nth))
+    own_stop = np.where(shares[each], segment_start(number[each] + nth + 1), end[each])
+    start = np.concatenate((start, own_start))
+    stop = np.concatenate((stop, np.minimum(own_stop, end[each])))
+    is_shared = np.arange(len(start)) < len(atom)
+    atom = np.concatenate((atom, atoms[each]))
+    count = np.concatenate((count, np.ones(len(each), np.int64)))
+    members = np.concatenate((members, atoms[each]))
+    # Each row's units in the order of positions.
+    order = argsort(start)
+    members = members[ragged(before(count)[order], count[order])]
+    unit = np.repeat(np.arange(len(order)), count[order])
+    num_rows = np.bincount(unit, seen.rows[members], len(order)).astype(np.int64)
+    rows = ragged(seen.bounds[members], seen.rows[members])
+    start, stop, atom, shared = (one[order] for one in (start, stop, atom, is_shared))
+    return _Units(start, stop, atom, shared, rows, before(num_rows), num_rows)
+
+
+def _shared(
+    seen: _Seen, together: np.ndarray, shared_to: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Units of several atoms: their positions, an atom of each; all atoms of them, and how many of
+    these each has. `shared_to` is set to where each atom's shared segments end.
+
+    A cell is a segment of a kind of walk that several atoms have.
+    """
+    empty = np.zeros(0, np.int64)
+    last = seen.first[1:] - 1
+    whole_to = seen.start[last] - seen.lo[last] + seen.end[last] if len(seen.atom) else empty
+    joins = together[seen.atom]
+    joins &= np.bincount(seen.kind, joins, len(seen.atom) + 1)[seen.kind] > 1
+    pair = np.flatnonzero(joins)
+    if not len(pair):
+        return empty, empty, empty, empty, empty
+    number = segment_of(seen.start[pair])
+    upto = segment_of(np.minimum(seen.stop[pair], whole_to[seen.atom[pair]]))
+    segments = np.maximum(upto - number, 0)
+    most = np.zeros(len(seen.atom), np.int64)
+    np.maximum.at(most, seen.kind[pair], segments)
+    cell = ragged(before(most)[seen.kind[pair]], segments)
+    atom = np.repeat(seen.atom[pair], segments)
+    if not len(cell):
+        return empty, empty, empty, empty, empty
+    size = int(most.sum())
+    segment, root = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    segment[cell] = ragged(number, segments)
+    count = np.bincount(cell, minlength=size)
+    begins = np.flatnonzero(np.diff(atom, prepend=-1))
+    root[cell] = np.repeat(cell[begins], np.diff(np.append(begins, len(atom))))
+    several = count > 1
+    np.maximum.at(shared_to, atom, np.where(several, segment_start(segment + 1), 0)[cell])
+    # Segments that the same atoms see from the first one on are one unit.
+    in_first = several & (count == count[root])
+    to = segment + 1
+    np.maximum.at(to, root[in_first], to[in_first])
+    cells = np.flatnonzero(several & ((root == np.arange(size)) | ~in_first))
+    order = argsort(cell)
+    start = before(count)
+    members = atom[order][ragged(start[cells], count[cells])]
+    one = atom[order][start[cells]]
+    return (
+        np.maximum(segment_start(segment[cells]), seen.start[seen.first[one]]),
+        segment_start(to[cells]),
+        one,
+        members,
+        count[cells],
+    )
+
+
+def _draft(
+    plan: AttentionPlan, seen: _Seen, block_n: int, tile_rows: int, hands: float, share: bool
+) -> tuple[Draft, int]:
+    """The items, and how often they may grow. hands: items of one KV head that run at a time; 0:
+    nothing is cut."""
+    units = _units(seen, (seen.rows < tile_rows) & share)
+    # Blocks of rows that fit a tile.
+    count = -(-units.num_rows // tile_rows)
+    unit = np.repeat(np.arange(len(count)), count)
+    skip = ragged(np.zeros(len(count), np.int64), count) * tile_rows
+    num_rows = np.minimum(tile_rows, units.num_rows[unit] - skip)
+    row_start, atom = units.row_start[unit] + skip, units.atom[unit]
+    shared, start = units.shared[unit], units.start[unit]
+    last = seen.first[atom + 1] - 1
+    ends = seen.start[last] - seen.lo[last] + seen.end[last]
+    ends += (skip + num_rows - 1) * seen.step[last]
+    stop = np.where(shared, units.stop[unit], np.minimum(units.stop[unit], ends))
+    oldest = newest = np.full(len(unit), -_ATOM)
+    if plan.window is not None and len(unit):
+        position = plan.row_position[units.rows[ragged(row_start, num_rows)]].astype(np.int64)
+        oldest = np.minimum.reduceat(position, before(num_rows)) - plan.window + 1
+        newest = np.maximum.reduceat(position, before(num_rows)) - plan.window + 1
+    begin = np.maximum(start, oldest)
+    # Parts of blocks: the first may be of several segments if it begins with its rows' first one.
+    tiles = np.where(begin < stop, -(-stop // block_n) - begin // block_n, 0)
+    fair = tiles.sum() / hands if hands else np.inf
+    folds = start == seen.start[seen.first[atom]]
+    is_cut = folds & (tiles > fair)
+    length = np.maximum(np.minimum(fair, tiles), 1).astype(np.int64) * block_n
+    cut = np.where(is_cut, segment_start(segment_of(begin + length - 1) + 1), stop)
+    cut = np.minimum(cut, stop)
+    more = np.where(cut < stop, segment_of(stop - 1) - segment_of(cut) + 1, 0)
+    parts = np.where(begin < stop, 1 + more, 0)
+    block, nth = np.repeat(np.arange(len(unit)), parts), ragged(np.zeros_like(parts), parts)
+    number = segment_of(cut)[block] + nth
+    from_ = np.where(nth == 0, begin[block], segment_start(number - 1))
+    to = np.minimum(np.where(nth == 0, cut[block], segment_start(number)), stop[block])
+    walks = _walks(plan, seen, atom[block], from_, to, shared[block], skip[block], newest[block])
+    walked = -(-to // block_n) - from_ // block_n
+    rows = units.rows[ragged(row_start[block], num_rows[block])]
+    draft = Draft(
+        kind=np.zeros(len(block), np.int64),
+        count=num_rows[block],
+        walks=walks,
+        order=argsort(int(walked.max(initial=0)) - walked),
+        queues=np.zeros((0, 4), np.int32),
+        split=(0, 0),
+        rows=rows,
+        parts=np.bincount(rows, minlength=plan.num_rows),
+        walked=int((to - from_).sum()),
+        num_wide=0,
+        wide_tokens=0,
+        last_ns=0.0,
+    )
+    # A row's own last segment may be filled up, an item that began with its first goes on.
+    grows = (num_rows[block] == 1) & ~shared[block] & (to == stop[block])
+    grows &= (nth > 0) | ~folds[block]
+    room = segment_start(segment_of(to - 1) + 1) - to
+    return draft, int(room[grows].min(initial=2**31))
+
+
+def _walks(
+    plan: AttentionPlan,
+    seen: _Seen,
+    atom: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+    shared: np.ndarray,
+    skip: np.ndarray,
+    newest: np.ndarray,
+) -> Walks:
+    """Entries of items that walk positions start..stop-1 as an atom sees them, from its row `skip`
+    on. newest: the first position in all windows."""
+    first = np.searchsorted(seen.atom * _ATOM + seen.stop, atom * _ATOM + start, "right")
+    count = np.searchsorted(seen.atom * _ATOM + seen.start, atom * _ATOM + stop) - first
+    item, pair = np.repeat(np.arange(len(atom)), count), ragged(first, count)
+    run = plan.runs[seen.run[pair]].astype(np.int64)
+    base = run[:, RUN_PAGES] * plan.page_size + run[:, RUN_OFFSET]
+    position = run[:, RUN_POSITION]
+    lo = np.maximum(seen.lo[pair], start[item] - position)
+    hi = np.minimum(seen.hi[pair], stop[item] - position)
+    step = np.where(shared[item], 0, seen.step[pair])
+    end = np.where(shared[item], hi, seen.end[pair] + skip[item] * step)
+    words = np.zeros((len(item), ENTRY), np.int32)
+    clear_lo = np.maximum(lo, newest[item] - position)
+    for column, tokens in (
+        (LO, lo), (CLEAR_LO, clear_lo), (CLEAR_HI, np.minimum(hi, end)), (HI, hi), (END, end),
+    ):  # fmt: skip
+        words[:, column] = base + tokens
+    words[:, STEP], words[:, POSITION] = step, position - base
+    last = (hi == seen.hi[pair]) & ~shared[item]
+    return Walks(words, item, seen.span[pair], last, plan.run_pages)
