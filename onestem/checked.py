@@ -208,7 +208,13 @@ def _place(loc: Sequence[int | str], here: Any) -> tuple[tuple[int | str, ...], 
     """The keys and indices of a place, without names of a union's alternatives, and what is
     there."""
     path: list[int | str] = []
-    for part in loc:
+    for i, part in enumerate(loc):
+        if (
+            isinstance(here, Mapping)
+            and here.get("type") == part
+            and {*loc[i + 1 : i + 2]} & here.keys()
+        ):
+            continue  # the alternative's name, which may be that of a field too
         if isinstance(here, Mapping) and (part in here or str(part) in here):
             here = here[part] if part in here else here[str(part)]
         elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int):

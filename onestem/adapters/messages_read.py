@@ -13,7 +13,7 @@ from onestem.adapters.messages_write import Messages
 from onestem.checked import EXPECTED, Object, check, show, without_nulls
 from onestem.errors import RequestError
 from onestem.openai.read import Asked, Prompt, names_conversation, read_body
-from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CallFields, ToolName
+from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CacheControl, CallFields, ToolName
 from onestem.request import Text
 
 JsonObject = dict[str, Any]
@@ -37,7 +37,7 @@ def of_type(*kinds: str, default: str | None = None) -> BeforeValidator:
 
 
 class _Cached(Object):
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     """What is computed is kept as that of a conversation."""
 
 
@@ -192,7 +192,7 @@ class CountBody(CallFields):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template."""
 
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None

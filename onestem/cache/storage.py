@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import struct
@@ -27,6 +28,8 @@ from torch import Tensor
 from onestem.errors import ConfigError
 
 __all__ = ["DiskStore"]
+
+log = logging.getLogger(__name__)
 
 FORMAT = "onestem kv 4"
 PLACES = 509  # words of a checksum: a prime, since files and disks are damaged by pages
@@ -68,6 +71,7 @@ class DiskStore:
         self.rank = rank
         self.size = size
         self.others: Callable[[str, str, Tensor], Callable[[], bool]] = lambda *_: lambda: True
+        self._has_failed = False
         self._unseen = 0  # bytes that are written before the folder is listed
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,7 +175,10 @@ class DiskStore:
                 for tensor in (kv, tokens):
                     file.write(_bytes(tensor).data)
             os.replace(part, path)  # without fsync: what a power failure damages is a miss
-        except OSError:
+        except OSError as error:
+            if not self._has_failed:  # once: what is not kept is computed
+                log.warning("disk_kv %s cannot be written: %s", self.folder, error.strerror)
+            self._has_failed = True
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             return 0

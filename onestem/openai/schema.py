@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    ConfigDict,
     Field,
     TypeAdapter,
     ValidationInfo,
@@ -68,11 +69,18 @@ class _Sent(Object):
         return without_nulls(value) if isinstance(value, Mapping) else value
 
 
+class CacheControl(_Sent):
+    model_config = ConfigDict(extra="ignore")
+
+    ttl: Literal["5m", "1h"] | None = None
+    """No promise: how long it is kept is learned from when conversations go on."""
+
+
 class TextPart(_Sent):
     type: Literal["text"]
     text: str
 
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     """What is computed is kept as that of a conversation."""
 
 
@@ -160,7 +168,7 @@ class Tool(_Sent):
 
     type: Literal["function"]
     function: Function
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class FunctionName(_Sent):

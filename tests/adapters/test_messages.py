@@ -61,6 +61,18 @@ def test_hints_and_what_changes_with_each_request_do_not_reach_the_prompt():
     assert prompt(messages=late) == chat(messages=late)
 
 
+def test_a_time_that_no_cache_has_is_refused():
+    """Others than Anthropic's; what is beside it in a hint is the client's."""
+    part = {"type": "text", "text": "a"}
+    for ttl in ("2h", 300):
+        hint = {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+        for changes in (hint, {"system": [part | hint]}, said("user", part | hint)):
+            with pytest.raises(RequestError, match=r"cache_control\.ttl is .*, expected 5m or 1h"):
+                read_messages({**SMALL, **changes})
+    for beside in ({"ttl": "5m"}, {"ttl": None}, {"scope": "global"}):
+        assert read_messages({**SMALL, "cache_control": beside}).in_conversation
+
+
 def test_hints_mark_a_conversation():
     hint = {"cache_control": {"type": "ephemeral"}}
     part = {"type": "text", "text": "a"}

@@ -243,7 +243,7 @@ class _GpuCopies:
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
         self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
-        part = max(1, PART_BYTES // (self.width * self.dtype.itemsize))
+        part = min(PIECE_TOKENS, max(1, PART_BYTES // (self.width * self.dtype.itemsize)))
         self._landing, *self._buffers = (  # for copies in, and out
             torch.empty(count, self.width, dtype=self.dtype, device=self._device)
             for count in (part, PIECE_TOKENS, PIECE_TOKENS)
@@ -320,7 +320,7 @@ class _GpuCopies:
 
 
 def _parts(every: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int]]:
-    """At `most` so many rows, and their index in all tensors together."""
+    """Rows, no more than `most` at a time, and their index in all tensors together."""
     at = 0
     for rows in every:
         for part in rows.split(most):

@@ -3,6 +3,7 @@ write files while steps go on."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +21,8 @@ from onestem.engine.tiers.rates import CopyRates
 from onestem.threads import usable_cores
 
 __all__ = ["TierStats", "TierStores", "most_readers"]
+
+log = logging.getLogger(__name__)
 
 MOST_READERS = 16  # threads; each reads and checks a file
 QUICK_SECONDS = 0.25  # nobody waits longer for a rate of reading, nor are more files read for it
@@ -200,6 +203,8 @@ class TierStores:
             kv = None  # it is computed
         self.reading.pop(name, None)
         if kv is None:
+            if not self._damaged and self.disk is not None:  # once
+                log.warning("%s in %s cannot be read: it is computed", name, self.disk.folder)
             self._damaged.add(name)
             self.stats.damaged += 1
         return kv
