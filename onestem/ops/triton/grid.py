@@ -307,13 +307,13 @@ def fold_kernel(
 def grid_config(dtype: torch.dtype, head_dim: int, group: int) -> KernelConfig:
     """The shape of all tiles for heads of a size. Tiles of tokens divide segments."""
     wide = head_dim > 128
-    if dtype == torch.float32:
-        tile, stages = Tile(32 if head_dim > 256 else 64, 16 if wide else 32), 1 if wide else 2
+    if dtype == torch.float32:  # what is not multiplied by tensor cores takes its time by rows
+        rows, tokens, stages = 16, 16 if wide else 32, 1 if wide else 2
+    elif head_dim > 256:
+        rows, tokens, stages = 32, 16, 3
     else:
-        tile, stages = Tile(64, 64 if not wide else 32 if head_dim <= 256 else 16), 3
-    rows = max(tile.block_m, 1 << (group - 1).bit_length())
-    warps = 8 if wide or rows > 64 else 4
-    programs = 1 if warps == 8 else 2
-    return KernelConfig(
-        (Tile(rows, tile.block_n),), (stages,), (warps, warps), (programs, programs)
-    )
+        rows, tokens, stages = 64, 32 if wide else 64, 3
+    rows = max(rows, 1 << (group - 1).bit_length())
+    warps = 8 if rows > 64 or head_dim > (256 if dtype == torch.float32 else 128) else 4
+    programs = 2 if warps == 4 else 1
+    return KernelConfig((Tile(rows, tokens),), (stages,), (warps, warps), (programs, programs))
