@@ -58,10 +58,10 @@ void convolve(const KernelsOf& kernels, const ConvCall& call, int64_t rows, int3
               int32_t threads) {
   const int64_t pieces = (call.channels + kChannels - 1) / kChannels;
   const int64_t bytes = rows * call.channels * element_bytes * 2;
-  const size_t each = call.width * sizeof(float) + element_bytes;  // weights, and a row of zeros
   over_rows(pieces, bytes, threads, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kChannels, last = std::min(end * kChannels, call.channels);
-    const size_t scratch = (last - first) * each + (call.width + 1) * sizeof(void*);
+    // Where a row's inputs are, and zeros.
+    const size_t scratch = call.width * sizeof(void*) + (last - first) * element_bytes;
     kernels.causal_conv(call, first, last, t_scratch.take(scratch));
   });
 }

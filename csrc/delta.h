@@ -17,7 +17,7 @@ struct ConvCall {
   int64_t num_parts;
   const void* x;  // [rows, channels], rows `stride` elements apart
   int64_t stride;
-  const void* weight;  // [channels, width]
+  const void* weight;  // [width, channels]
   void* states;        // [slots, width - 1, channels]
   void* out;           // [rows, channels]
   int64_t channels;

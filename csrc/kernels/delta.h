@@ -325,34 +325,15 @@ class DeltaRows {
   int32_t lines_ = 0, each_ = 0;
 };
 
-// Weights [channels][width] of `count` channels as floats [width][count].
-template <class W>
-inline void turn_weights(const W* from, int64_t count, int32_t width, float* to) {
-  for (int64_t d = 0; d < count; d += kLanes) {
-    const int32_t n = static_cast<int32_t>(count - d < kLanes ? count - d : kLanes);
-    float lanes[kLanes];
-    for (int32_t at = 0; at < n * width; at += kLanes) {
-      const int32_t some = smaller(kLanes, n * width - at);
-      store(lanes, get(from + d * width + at, some));
-      for (int32_t i = at; i < at + some; ++i) to[i % width * count + d + i / width] = lanes[i - at];
-    }
-  }
-}
-
 // Channels begin..end-1 of all parts.
-template <class T>
-void causal_conv(const ConvCall& call, int64_t begin, int64_t end, char* scratch) {
+template <class T, class W>
+void causal_conv_of(const ConvCall& call, int64_t begin, int64_t end, char* scratch) {
   const int32_t keep = call.width - 1;
   const int64_t channels = call.channels, count = end - begin;
-  float* weight = reinterpret_cast<float*>(scratch);
-  const T** taps = reinterpret_cast<const T**>(weight + round_up(call.width * count, 2));
+  const W* weight = static_cast<const W*>(call.weight) + begin;
+  const T** taps = reinterpret_cast<const T**>(scratch);
   T* none = reinterpret_cast<T*>(taps + call.width);
   __builtin_memset(none, 0, static_cast<size_t>(count) * sizeof(T));
-  const auto turn = [&](const auto* from) {
-    turn_weights(from + begin * call.width, count, call.width, weight);
-  };
-  call.wide_weight ? turn(static_cast<const float*>(call.weight))
-                   : turn(static_cast<const T*>(call.weight));
   for (int64_t p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
     if (part.count == 0) continue;
@@ -369,7 +350,7 @@ void causal_conv(const ConvCall& call, int64_t begin, int64_t end, char* scratch
       for_vectors(count, [&](int64_t d, int32_t n) {
         vf total = zeros();
         for (int32_t i = 0; i <= keep; ++i) {
-          total = fma(get(weight + i * count + d, n), get(taps[i] + d, n), total);
+          total = fma(get(weight + i * channels + d, n), get(taps[i] + d, n), total);
         }
         put(out + d, silu(total), n);
       });
@@ -381,6 +362,12 @@ void causal_conv(const ConvCall& call, int64_t begin, int64_t end, char* scratch
                         static_cast<size_t>(count) * sizeof(T));
     }
   }
+}
+
+template <class T>
+void causal_conv(const ConvCall& call, int64_t begin, int64_t end, char* scratch) {
+  call.wide_weight ? causal_conv_of<T, float>(call, begin, end, scratch)
+                   : causal_conv_of<T, T>(call, begin, end, scratch);
 }
 
 template <class T, class W>

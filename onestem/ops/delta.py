@@ -73,7 +73,8 @@ class DeltaOps:
 
         Args:
             x: `[n, channels]`.
-            weight: `[channels, width]`, the last for the row itself; x's dtype or float32.
+            weight: `[channels, width]`, the last for the row itself; x's dtype or float32. Kernels
+                copy it unless its transpose has no gaps.
             states: `[slots, width - 1, channels]`, x's dtype: the rows before a part; read, and
                 written in place.
 

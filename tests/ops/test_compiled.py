@@ -77,7 +77,7 @@ DELTA = {
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "heads", "group", "dk", "dv"), "i32"),
     "scale": "fp32",
 }
-IN_CHUNKS = {"DEPENDENT": True, "CHUNK": 64, "DK": 128}
+IN_CHUNKS = {"DEPENDENT": True, "CHUNK": 64, "DK": 128, "PRECISION": "tf32"}
 EXCHANGE = {
     **dict.fromkeys(("x", "out"), "*bf16"),
     **dict.fromkeys(("addresses", "counters"), "*i64"),
@@ -195,7 +195,7 @@ KERNELS = {
     ),
     "within chunks": (
         *("delta", "_within_chunks", 90, DELTA),
-        {**IN_CHUNKS, "LEVELS": 6, "PRECISION": "tf32"},
+        {**IN_CHUNKS, "LEVELS": 6},
         4,
     ),
     "over chunks": (

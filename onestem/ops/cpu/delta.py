@@ -27,7 +27,7 @@ class CpuDelta(DeltaOps):
         """See `DeltaOps`."""
         check_conv(x, weight, states)
         _check_kind(x, weight)
-        weight, out = weight.contiguous(), x.new_empty(x.shape)
+        weight, out = weight.t().contiguous(), x.new_empty(x.shape)
         inside = native().causal_conv(
             checked_isa(self.isa),
             DTYPES[x.dtype],
@@ -39,8 +39,8 @@ class CpuDelta(DeltaOps):
             states.data_ptr(),
             len(states),
             out.data_ptr(),
-            len(x),
-            *weight.shape,
+            *x.shape,
+            len(weight),
             torch.get_num_threads(),
         )
         return _inside(inside, out)

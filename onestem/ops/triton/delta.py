@@ -30,6 +30,7 @@ _GATE_BLOCK = 256
 # Columns of a state in a program, and its warps: of few rows, and of chunks.
 _FEW_COLUMNS, _FEW_WARPS = 32, 4
 _SCAN_COLUMNS, _SCAN_WARPS, _SCAN_STAGES = (64, 32, 16), 4, 2
+_WITHIN_WARPS = 4
 _EPS: tl.constexpr = tl.constexpr(NORM_EPS)
 _FEW: tl.constexpr = tl.constexpr(FEW_ROWS)
 
@@ -89,7 +90,7 @@ def _causal_conv(
         row = start + tl.arange(0, ROWS)
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for tap in tl.static_range(KEEP + 1):
-            w = tl.load(weight + at * (KEEP + 1) + tap, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
             back = row - KEEP + tap
             value = _inputs(x, states, back, first, end, source, at, inside, stride, channels, KEEP)
             total += value.to(tl.float32) * w[None, :]
@@ -253,9 +254,9 @@ def _within_chunks(
     fades *= of_key[None, :]
     piece = (chunk.to(tl.int64) * heads + head) * CHUNK
     to = (piece + i) * CHUNK + j
-    seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * fades * of_query[:, None]
+    seen = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * fades * of_query[:, None]
     tl.store(weights + to, seen.to(weights.dtype.element_ty))
-    lower = tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     lower = tl.where(i > j, lower * fades * (of_key * strength)[:, None], 0.0)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
     for level in tl.static_range(1, LEVELS):
@@ -295,6 +296,7 @@ def _over_chunks(
     DK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Program (columns, head, part of many rows)."""
     wait_for_launch(DEPENDENT)
@@ -328,13 +330,13 @@ def _over_chunks(
         of_read, of_seen = tl.load(factor), tl.load(factor + CHUNK)
         of_change, fade = tl.load(factor + 2 * CHUNK), tl.load(factors + place * 4 + 3 * CHUNK)
         held = state.to(kind)
-        read = tl.dot(keys, held, input_precision="ieee")
+        read = tl.dot(keys, held, input_precision=PRECISION)
         right = values.to(tl.float32) - of_read[:, None] * read
-        change = tl.dot(solution, right.to(kind), input_precision="ieee")
-        result = of_seen[:, None] * tl.dot(queries, held, input_precision="ieee")
-        result += tl.dot(weight, change.to(kind), input_precision="ieee")
+        change = tl.dot(solution, right.to(kind), input_precision=PRECISION)
+        result = of_seen[:, None] * tl.dot(queries, held, input_precision=PRECISION)
+        result += tl.dot(weight, change.to(kind), input_precision=PRECISION)
         change *= of_change[:, None]
-        added = tl.dot(tl.trans(keys), change.to(kind), input_precision="ieee")
+        added = tl.dot(tl.trans(keys), change.to(kind), input_precision=PRECISION)
         state = fade * state + added
         to = out + (line * heads + head) * dv + j[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside & in_value)
@@ -386,7 +388,7 @@ class TritonDelta(DeltaOps):
         if pieces:
             _causal_conv[(pieces, triton.cdiv(x.shape[1], _CONV_BLOCK))](
                 x,
-                weight.contiguous(),
+                weight.t().contiguous(),
                 states,
                 out,
                 rows.parts,
@@ -464,6 +466,9 @@ class TritonDelta(DeltaOps):
                 **options,
             )
         if len(rows.chunks):
+            # Of products with float32 factors: of rows, or of inverses alone.
+            wide = v.dtype == torch.float32
+            precision = "tf32x3" if wide else "tf32"
             shape = (len(rows.chunks), heads, CHUNK, CHUNK)
             solutions, weights = torch.empty(2, *shape, dtype=v.dtype, device=v.device)
             factors = torch.empty(*shape[:2], 4, CHUNK, dtype=torch.float32, device=v.device)
@@ -483,8 +488,8 @@ class TritonDelta(DeltaOps):
                 CHUNK=CHUNK,
                 LEVELS=CHUNK.bit_length() - 1,
                 DK=block,
-                PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
-                num_warps=4,
+                PRECISION=precision,
+                num_warps=8 if wide else _WITHIN_WARPS,
                 **options,
             )
             columns = _scan_columns(len(rows.scans) * heads, dv, v.device)
@@ -505,8 +510,9 @@ class TritonDelta(DeltaOps):
                 CHUNK=CHUNK,
                 DK=block,
                 COLUMNS=columns,
-                STAGES=1 if v.dtype == torch.float32 else _SCAN_STAGES,
-                num_warps=_SCAN_WARPS,
+                STAGES=1 if wide else _SCAN_STAGES,
+                PRECISION=precision,
+                num_warps=8 if wide else _SCAN_WARPS,
                 **options,
             )
         return out
