@@ -25,6 +25,7 @@ from tests.engine.harness import (
     record_logprobs,
     requests_for,
 )
+from tests.ops.in_order import add_in_order
 from tests.soak import soaked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py has true graphs")
@@ -77,13 +78,13 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)
 
-    def make(max_words: int, family: str = "llama") -> Engine:
+    def make(max_words: int, family: str = "llama", **more: bool) -> Engine:
         def workspace(*made, **options) -> Workspace:
             return Workspace(*made, **{**options, "max_words": max_words})
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
-        decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu")
-        return engine_with(decoder, impl="triton", **OPTIONS)
+        decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu", **more)
+        return engine_with(decoder, impl="triton", **OPTIONS, **more)
 
     return make
 
@@ -169,3 +170,28 @@ def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:
     assert len(found) == 2
     for (_, _, index), values in found.items():
         assert (values - want[index]).abs().max() < TOLERANCE
+
+
+def test_lists_on_the_grid_change_no_bit(with_graphs, tiny, monkeypatch) -> None:
+    """Decodes that go on behind a segment's end, by lists that grow and by lists made each time,
+    beside others and alone."""
+    add_in_order(monkeypatch)
+    prompts = [list(range(3, 130 - i)) for i in range(2)]
+    advance, advanced = Workspace.advance, []
+
+    def counted(self, *given) -> None:
+        advanced.append(self.work.room)
+        advance(self, *given)
+
+    monkeypatch.setattr(Workspace, "advance", counted)
+    found = []
+    for asked in (prompts, prompts[:1]):
+        engine = with_graphs(1 << 16, deterministic=True)
+        seen = record_logprobs(engine)
+        answer(engine, requests_for(asked, max_tokens=4))
+        found.append({key: values.view(torch.int32) for key, values in seen.items()})
+    assert advanced
+    assert all(room > 0 for room in advanced)
+    beside, alone = found
+    assert len(alone) == 4
+    assert all(torch.equal(values, beside[key]) for key, values in alone.items())

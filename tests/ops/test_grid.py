@@ -26,6 +26,7 @@ from onestem.ops.reference import ReferenceAttention
 from onestem.ops.triton import TritonAttention
 from onestem.ops.work import grid, lists
 from tests.ops.cpu_isas import EVERY_ISA, Isa
+from tests.ops.in_order import add_in_order
 from tests.ops.test_attention import assert_matches
 from tests.ops.test_cpu_attention import COSTS, DTYPES, isas_with
 
@@ -248,17 +249,7 @@ def test_without_the_grid_bits_differ(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def fixed_order(monkeypatch) -> None:
-    """Products of Triton's interpreter add each element's terms in one order. Those of NumPy's
-    library have another in the rows at a block's end."""
-    if HAS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, *_):
-        product = np.einsum("...mk,...kn->...mn", *(x.data.astype(np.float32) for x in (a, b)))
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    add_in_order(monkeypatch)
 
 
 def on_triton(seeds: Iterable[int], dtype: torch.dtype) -> int:
