@@ -43,7 +43,7 @@ __all__ = [
     "kv_memory_bytes",
     "largest_decode",
     "kv_identity",
-    "pages_of",
+    "kv_sizes",
     "pick_device",
     "pick_dtype",
     "set_threads",
@@ -51,6 +51,7 @@ __all__ = [
 
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
+STATE_SHARE = 0.5  # of KV memory, for recurrent states, where layers keep some
 READ_MEMORY = 2 * GIB  # of the host, at most, for what is read from a disk, where none is asked for
 
 # For a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
@@ -81,6 +82,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
         check_deterministic(options, config)
+        check_states(options, config)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -92,7 +94,8 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             quantization=options.quantization,
             deterministic=options.deterministic,
         )
-        num_pages = _num_pages(options, config, decoder, device, team)
+        num_pages, num_states = _kv_sizes(options, config, decoder, device, team)
+        kv_bytes = num_pages * options.page_size * decoder.kv_bytes_per_token
         engine = Engine(
             decoder,
             tokenizer,
@@ -100,12 +103,13 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
             options.replace(
                 device=str(device),
                 dtype=str(dtype).removeprefix("torch."),
-                kv_memory=num_pages * options.page_size * decoder.kv_bytes_per_token,
+                kv_memory=kv_bytes + num_states * decoder.state_bytes,
                 order=options.order or default_order(options.levels),
                 random_weights=options.makes_weights_up,
                 threads=torch.get_num_threads(),
             ),
             num_pages=num_pages,
+            num_states=num_states,
             team=team,
         )
         if device.type == "cuda":
@@ -129,14 +133,15 @@ def _defaults(options: EngineOptions, path: Path) -> GenerationDefaults:
     )
 
 
-def _num_pages(
+def _kv_sizes(
     options: EngineOptions,
     config: ModelConfig,
     decoder: Decoder,
     device: torch.device,
     team: Team | None,
-) -> int:
-    """Pages of KV memory that there is room for beside the model and a step."""
+) -> tuple[int, int]:
+    """Pages of KV memory, and slots of states, that there is room for beside the model and a
+    step."""
     rows = options.max_step_tokens or decoder.step_rows
     memory = kv_memory_bytes(
         options.kv_memory,
@@ -145,7 +150,8 @@ def _num_pages(
         ranks=options.tensor_parallel_size,
         most=None if team is None else team.free_bytes,
     )
-    return pages_of(memory, options.page_size, options.page_size * decoder.kv_bytes_per_token)
+    token = decoder.kv_bytes_per_token
+    return kv_sizes(memory, options.page_size, token, decoder.state_bytes)
 
 
 def _keep_below(engine: Engine, path: Path) -> None:
@@ -275,6 +281,7 @@ def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
         (stored is not None, f"weights are quantised ({stored})", "take 16-bit or float32 weights"),
         (config.experts is not None, "the model has experts", "take a dense model"),
         (options.share == "no-attention", "share is no-attention", "use full"),
+        (config.delta is not None, "layers keep recurrent states", "take a model with attention"),
     ]
     for is_so, what, way_out in refused:
         if is_so:
@@ -283,14 +290,35 @@ def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
             )
 
 
-def pages_of(memory: int, page_size: int, page_bytes: int) -> int:
-    """Pages that fit in KV memory, one at least."""
+def check_states(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise `UnsupportedError` for options that recurrent states do not go with."""
+    if config.delta is None:
+        return
+    for name in ("host_kv", "disk_kv"):
+        value = getattr(options, name)
+        if parse_memory(value) if name == "host_kv" else value is not None:
+            raise UnsupportedError(
+                f"{name} is {value}, and {config.architecture} keeps recurrent states, which are "
+                f"not copied below KV memory yet: leave {name} out"
+            )
+
+
+def kv_sizes(memory: int, page_size: int, token_bytes: int, state_bytes: int) -> tuple[int, int]:
+    """Pages that fit in KV memory, one at least, and slots of recurrent states, two at least where
+    layers keep some. `token_bytes`, `state_bytes`: of one token, and of one state."""
+    states = 0 if not state_bytes else int(STATE_SHARE * memory) // state_bytes
+    if state_bytes and states < 2:
+        raise ConfigError(
+            f"kv_memory is {memory} bytes, of which {STATE_SHARE:.0%} is for recurrent states; one "
+            f"takes {state_bytes} bytes, expected room for 2: raise kv_memory"
+        )
+    memory, page_bytes = memory - states * state_bytes, page_size * token_bytes
     if memory < page_bytes:
         raise ConfigError(
             f"kv_memory is {memory} bytes, a page of {page_size} tokens takes {page_bytes}: "
             "raise kv_memory"
         )
-    return memory // page_bytes
+    return memory // page_bytes, states
 
 
 def kv_memory_bytes(

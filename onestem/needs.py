@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onestem.build import kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
+from onestem.build import kv_memory_bytes, kv_sizes, pick_device, pick_dtype, set_threads
 from onestem.engine.schedule.admission import model_len
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, WeightsError
@@ -45,6 +45,8 @@ class Needs:
         weight_bytes: what the weights take in memory, with the copies that are made for a CPU.
         copies: what is held twice, for people.
         kv_bytes_per_token: keys and values of one token, over all layers.
+        state_bytes: the recurrent state of one sequence, over all layers; 0: layers keep none.
+        num_states: states that KV memory would hold here, of sequences that run and of prefixes.
         kv_tokens: tokens that KV memory would hold here; 0: the model does not fit.
         max_model_len: the longest sequence that would be answered here.
         ends: tokens that end an answer, by their ids.
@@ -66,6 +68,8 @@ class Needs:
     weight_bytes: int
     copies: list[str]
     kv_bytes_per_token: int
+    state_bytes: int
+    num_states: int
     kv_tokens: int
     max_model_len: int
     ends: dict[int, str]
@@ -102,11 +106,12 @@ def needs_of(options: EngineOptions) -> Needs:
     weights = weight_bytes(part, dtype, device, formats)
     target = target_of(Tensors(part), dtype, device)
     token = part.kv_values_per_token * dtype.itemsize
-    kv_tokens = longest = 0
+    state = 0 if part.delta is None else part.delta.state_bytes(dtype.itemsize)
+    kv_tokens = longest = num_states = 0
     try:
         memory = kv_memory_bytes(options.kv_memory, device, loading=weights, ranks=ranks)
-        kv_tokens = pages_of(memory, options.page_size, token * options.page_size)
-        kv_tokens *= options.page_size
+        num_pages, num_states = kv_sizes(memory, options.page_size, token, state)
+        kv_tokens = num_pages * options.page_size
         longest = model_len(config.max_position_embeddings, kv_tokens, options.max_model_len)
     except ConfigError as error:
         problem = problem or str(error)
@@ -126,6 +131,8 @@ def needs_of(options: EngineOptions) -> Needs:
         weight_bytes=weights,
         copies=_copies(config, target, formats),
         kv_bytes_per_token=token,
+        state_bytes=state,
+        num_states=num_states,
         kv_tokens=kv_tokens,
         max_model_len=longest,
         ends=ends,

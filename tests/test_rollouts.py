@@ -358,7 +358,7 @@ def test_sleep_frees_memory_and_answers_stay_the_same(model, level, layout, monk
     with LLM(model, **OPTIONS) as llm:
         want = told(llm.generate(PROMPTS, GREEDY))
         llm.sleep(level)
-        pages = llm.engine.launcher.runner.pages
+        pages = llm.engine.launcher.runner.kv_pages
         assert all(t.untyped_storage().nbytes() == 0 for pair in pages for t in pair)
         if level == 2:
             held = [t for t in llm.decoder.tensors if not t.is_mkldnn]

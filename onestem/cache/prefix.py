@@ -17,6 +17,7 @@ from onestem.cache.idle import IdleRuns
 from onestem.cache.modules import ModuleStore
 from onestem.cache.pages import PagePool
 from onestem.cache.run import Run
+from onestem.cache.states import StatePool
 from onestem.errors import CacheError
 from onestem.tree import PLAIN, Label, RadixTree, Stretch, cut
 
@@ -33,6 +34,7 @@ class PrefixCache:
     Attributes:
         idle: runs that may be evicted.
         modules: runs outside of the tree, in the same pages.
+        states: snapshots of recurrent states, of some runs; None: the model's layers keep none.
         on_evict: called with a run whose tokens from an index on (in the run) are evicted, before
             their pages are free.
 
@@ -42,7 +44,12 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: PagePool, *, enabled: bool = True, idle: IdleRuns | None = None
+        self,
+        pool: PagePool,
+        *,
+        enabled: bool = True,
+        idle: IdleRuns | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.pool = pool
         self.enabled = enabled
@@ -53,6 +60,7 @@ class PrefixCache:
         self.idle = IdleRuns(pool) if idle is None else idle
         self._least_evicted = min(LEAST_EVICTED, int(pool.num_pages * LEAST_EVICTED_SHARE))
         self.modules = ModuleStore(pool, self.idle)
+        self.states = states
         self.on_evict: Callable[[Run, int], object] | None = None
 
     def attach(
@@ -123,9 +131,18 @@ class PrefixCache:
         assert parent is not None
         return parent not in self._private and run.key not in parent.children
 
+    def split(self, run: Run, at: int) -> Run:
+        """Split a run, of the tree or private, after `at` of its tokens; returns the upper part."""
+        upper = self.tree.split(run, at)
+        if run in self._private:
+            self._private.add(upper)
+            upper.children.clear()  # private runs are nobody's children
+        return upper
+
     def may_grow(self, run: Run) -> bool:
         """Whether a sequence that holds a run alone may append its tokens to it."""
-        return run.pins == 1 and not run.children and run is not self.root
+        is_alone = run.pins == 1 and not run.children and run is not self.root
+        return is_alone and run.snapshot < 0
 
     def pin(self, node: Run) -> None:
         """Keep a node and its ancestors."""
@@ -156,6 +173,9 @@ class PrefixCache:
             # Nothing is below it: a holder of a run below would hold this one too.
             assert not run.children
             del run.tokens[run.computed :]
+        if self.states is not None and run.is_branch and not run.is_awaited:
+            self.states.drop(run)
+            run.is_branch = False
         self._note_idle(run)
 
     def _adopt(self, run: Run) -> None:
@@ -183,7 +203,7 @@ class PrefixCache:
         if (run.label, int(tokens[known])) in node.children:
             return
         if known > len(lead):
-            self.pool.release(run.split_off(known - len(lead)).pages)
+            self.pool.release(run.split_off(known - len(lead)).pages)  # the snapshot stays below
         run.parent = node
         self._private.discard(run)
         self.tree.insert(run)
@@ -193,6 +213,8 @@ class PrefixCache:
         self.tree.remove(run)
         self.pool.release(run.pages)
         run.pages = []
+        if self.states is not None:
+            self.states.drop(run)
         parent = run.parent
         if parent is not None and parent.pins == 0 and not parent.children:
             self._note_idle(parent)
@@ -202,6 +224,8 @@ class PrefixCache:
         for run in node.path():
             if run.owner is owner:
                 run.owner = None
+            if run.maker is owner:
+                run.maker = None
 
     def reserve(self, run: Run, tokens: int) -> bool:
         """Give a pinned run pages for its first `tokens` tokens, evicting if needed."""
@@ -261,6 +285,8 @@ class PrefixCache:
 
     def _shorten(self, run: Run, pages: int) -> None:
         """Keep only the tokens in a leaf's first `pages` pages."""
+        if self.states is not None:
+            self.states.drop(run)
         self.pool.release(run.pages[pages:])
         run.pages, run.pages_array = run.pages[:pages], None
         run.computed = min(run.computed, pages * self.pool.page_size - run.offset)

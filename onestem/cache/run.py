@@ -33,6 +33,10 @@ class Run(Node):
         is_shared: a second one has.
         is_turn: it goes on from an earlier answer, or from the prompt before it.
         is_wanted: a request may come back to it, though nothing has continued from it yet.
+        snapshot: slot of the recurrent state after its last token; -1: there is none.
+        maker: the object that will take that snapshot when it comes there, or None.
+        is_branch: planned requests go on from its end in several ways.
+        is_awaited: more of them are to come.
         uid: number of creation; orders rows so that a run's rows are neighbours.
     """
 
@@ -40,11 +44,14 @@ class Run(Node):
         "answer_at",
         "computed",
         "grows",
+        "is_awaited",
+        "is_branch",
         "is_continued",
         "is_shared",
         "is_turn",
         "is_wanted",
         "last_used",
+        "maker",
         "offset",
         "owner",
         "pages",
@@ -52,6 +59,7 @@ class Run(Node):
         "pins",
         "pool",
         "rank",
+        "snapshot",
         "uid",
     )
     _uids = itertools.count()
@@ -75,8 +83,22 @@ class Run(Node):
         self.last_used = 0
         self.rank = 0.0
         self.is_continued = self.is_shared = self.is_turn = self.is_wanted = False
+        self.snapshot = -1
+        self.maker: object | None = None
+        self.is_branch = self.is_awaited = False
         self.uid = next(Run._uids)
         self.pool: PagePool | None = None
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot for keys and values that are never read, after those of all pages."""
+        assert self.pool is not None
+        return self.pool.num_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Whether sequences or groups hold it, or planned requests are to come to its end."""
+        return self.pins > 0 or self.is_awaited
 
     @property
     def num_matchable(self) -> int:

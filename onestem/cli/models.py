@@ -166,12 +166,17 @@ def _show(needs: Needs) -> None:
         "weights in memory": _size(needs.weight_bytes) + copies,
         "KV memory of a token": f"{needs.kv_bytes_per_token / 2**10:g} KiB",
         "tokens in KV memory": needs.kv_tokens,
+        **({"recurrent states": _states(needs)} if needs.state_bytes else {}),
         "longest sequence": needs.max_model_len,
         "ends of answers": ", ".join(f"{name} ({i})".strip() for i, name in needs.ends.items())
         or "none",
         "problem": needs.problem or "none",
     }.items():
         typer.echo(_printed(f"{name}: {value}"))
+
+
+def _states(needs: Needs) -> str:
+    return f"{_size(needs.state_bytes)} a sequence or kept prefix, {needs.num_states} in KV memory"
 
 
 def _size(num_bytes: int | None) -> str:

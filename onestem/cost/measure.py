@@ -215,7 +215,8 @@ def _decode_seconds(
         tokens: of each run. own: tokens of each decode's own run.
     """
     plan, num_pages = _decodes(rows, count, tokens, own)
-    pages = Runner(decoder, impl, num_pages=num_pages, page_size=PAGE_SIZE, share="full").pages
+    runner = Runner(decoder, impl, num_pages=num_pages, page_size=PAGE_SIZE, share="full")
+    pages = list(runner.pages.values())
     for k_pages, v_pages in pages:
         k_pages[:] = torch.randn_like(k_pages[:1])
         v_pages[:] = torch.randn_like(v_pages[:1])

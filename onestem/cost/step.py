@@ -79,6 +79,7 @@ class ModelShape:
         layer_heads: each layer's KV heads, head size, and whether it has keys and values of its
             own; None: all layers are alike.
         windows: each layer's sliding window in tokens (None: it has none), or None: no layer has.
+        state_bytes: of the recurrent state of one sequence; 0: layers keep none.
         prompt_share: share of the layers' products that a prompt's row goes through. After the last
             layer's attention only rows whose results are read go on.
     """
@@ -94,6 +95,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     layer_heads: tuple[tuple[int, int, bool], ...] | None = None
     windows: tuple[int | None, ...] | None = None
+    state_bytes: int = 0
     prompt_share: float = 1.0
 
     @staticmethod
@@ -104,11 +106,11 @@ class ModelShape:
             on_gpu: weights of four bits keep their format.
         """
         wide, experts, shape = 3 if config.gated else 2, config.experts, None
-        columns = 3 * config.num_layers * config.token_vectors
+        columns, rule = 3 * config.num_layers * config.token_vectors, config.delta
         for layer, heads in enumerate(config.heads):
             projected = 0 if heads.kv_layer is not None else 1 if heads.value_is_key else 2
-            count = 2 * config.num_q_heads + projected * heads.num_kv_heads
-            columns += count * heads.head_dim
+            count = (2 + config.output_gate) * config.num_q_heads + projected * heads.num_kv_heads
+            columns += rule.columns if rule and rule.layers[layer] else count * heads.head_dim
             columns += wide * config.mlp_size(layer) if config.has_mlp(layer) else 0
         if experts is not None:
             layers = sum(experts.layers)
@@ -128,7 +130,12 @@ class ModelShape:
             each = experts.top_k * wide * experts.intermediate_size
             taken += sum(experts.layers) * each
             after += experts.layers[last] * (each + wide * experts.shared_size + experts.num)
-        of_layers = [(one.num_kv_heads, one.head_dim, one.kv_layer is None) for one in config.heads]
+        of_layers = [
+            (0, 0, False)
+            if config.has_state(layer)
+            else (one.num_kv_heads, one.head_dim, one.kv_layer is None)
+            for layer, one in enumerate(config.heads)
+        ]
         return ModelShape(
             layer_parameters=config.hidden_size * columns,
             hidden_size=config.hidden_size,
@@ -139,7 +146,8 @@ class ModelShape:
             head_dim=config.head_dim,
             itemsize=itemsize,
             experts=shape,
-            layer_heads=None if config.layer_heads is None else tuple(of_layers),
+            layer_heads=tuple(of_layers) if config.layer_heads or rule else None,
+            state_bytes=0 if rule is None else rule.state_bytes(itemsize),
             windows=config.sliding_windows if any(config.sliding_windows) else None,
             prompt_share=1 - after / taken,
         )

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 
 import torch
 
-from onestem.cache import PagePool, PrefixCache
+from onestem.cache import PagePool, PrefixCache, StatePool
 from onestem.cache.host import HostStore
 from onestem.cache.storage import DiskStore
 from onestem.engine.outputs import EngineStats, request_output
@@ -20,6 +20,7 @@ from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.pins import PrefixRequest
 from onestem.engine.schedule.queue import PlannedQueue
 from onestem.engine.schedule.scheduler import Scheduler
+from onestem.engine.schedule.states import States, most_sequences
 from onestem.engine.schedule.throttle import FEWEST_ROWS, CheckPace, StepLimits
 from onestem.engine.schedule.waiting import SourceError
 from onestem.engine.sequence import RequestState, StepChanges
@@ -59,6 +60,7 @@ class Engine:
         tokenizer: None for a model without one: prompts are token ids and there is no text.
         defaults: the model's sampling defaults and end-of-sequence ids.
         num_pages: pages of KV memory (`options.kv_memory` is what they were counted from).
+        num_states: slots for recurrent states, where layers keep some.
         team: the other processes that hold the model together; None: one device holds it.
 
     Attributes:
@@ -80,6 +82,7 @@ class Engine:
         options: EngineOptions,
         *,
         num_pages: int,
+        num_states: int = 0,
         team: RankTeam | None = None,
     ) -> None:
         config, page_size, share = decoder.config, options.page_size, options.share
@@ -99,10 +102,14 @@ class Engine:
         )
         self.stats = EngineStats()
         self.team = team
+        states = None if config.delta is None else StatePool(num_states)
+        own = {} if states is None else {"num_states": num_states}
         runner: StepRunner = (make_runner if team is None else team.make_runner)(
-            decoder, impl, num_pages=num_pages, page_size=page_size, share=share
+            decoder, impl, num_pages=num_pages, page_size=page_size, share=share, **own
         )
-        self.cache = PrefixCache(PagePool(num_pages, page_size), enabled=share != "off")
+        self.cache = PrefixCache(
+            PagePool(num_pages, page_size), enabled=share != "off", states=states
+        )
         sampler = Sampler(
             config.vocab_size, defaults, decoder.device, logprobs_mode=options.logprobs_mode
         )
@@ -133,7 +140,8 @@ class Engine:
             self.requests.factory,
             self.requests.pins,
             limits=self.limits,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=most_sequences(options.max_num_seqs, states),
+            states=None if states is None else States(self.cache, states),
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
             answers=self.requests.answers,
         )
@@ -436,8 +444,13 @@ class Engine:
             self.trace.close()
 
     def check(self) -> None:
-        """Raise `CacheError` unless KV memory balances: free + cached == total."""
+        """Raise `CacheError` unless KV memory balances: free + cached == total; and so do slots of
+        recurrent states."""
         self.cache.check()
+        if self.cache.states is not None:
+            running = (one.state_slot for one in self.scheduler.running)
+            held = [one.slot for one in running if one is not None]
+            self.cache.states.check(self.cache.runs(), held)
 
     def reset_stats(self) -> None:
         """Count from 0 again; a trace begins again."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onestem.cache import ModuleRun, Run
+from onestem.cache import ModuleRun, Run, StateSlot
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.scores import PathScores, ScoreTree
@@ -172,6 +172,7 @@ class Sequence:
         answer: what its sampled tokens give.
         run: the deepest run of its path, which it writes; None while it is not admitted.
         modules: what it imports, while it is admitted.
+        state_slot: its recurrent state, while it is admitted; None: the model's layers keep none.
         order: number of admission; the newest is preempted first.
         table, sid: where it is known to steps that sample for it (-1: nowhere).
         sampling: the sampler's row, made with its first `sid`.
@@ -187,6 +188,7 @@ class Sequence:
     answer: AnswerSoFar = field(init=False)
     run: Run | None = None
     modules: SequenceModules | None = None
+    state_slot: StateSlot | None = None
     order: int = -1
     table: SamplingTable | None = None
     sid: int = -1
@@ -263,7 +265,10 @@ class Sequence:
 
     @property
     def frontier(self) -> int:
-        """Index of the first token on its path whose KV is neither there nor scheduled."""
+        """Index of the first token on its path whose KV is neither there nor scheduled, or that is
+        not in its state."""
+        if self.state_slot is not None:
+            return self.state_slot.at
         node = self.run
         assert node is not None
         while node.computed == 0 and node.parent is not None and node.parent.parent is not None:
@@ -358,6 +363,24 @@ def stretches_of(request: Request) -> tuple[Stretch, ...]:
 
 
 @dataclass(slots=True, eq=False)
+class StateRun:
+    """What a chunk's rows do to the sequence's state, which is in slot `target` after them.
+
+    Attributes:
+        source: slot of the state before them; -1: zeros.
+        again: how many of them, the first ones, have keys and values already.
+        copies: slots that the state is copied to, after the step's rows.
+        runs: whose snapshots some of these are.
+    """
+
+    source: int
+    target: int
+    again: int
+    copies: list[int] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Tokens start..end-1 of a sequence, or of a module that it imports, as rows of this step.
     A module's see the runs that it `attends` to. `samples`: sequences that sample after them."""
@@ -368,6 +391,7 @@ class Chunk:
     module: ModuleRun | None = None
     attends: Seq[ModuleRun] = ()
     samples: Seq[Sequence] = ()
+    state: StateRun | None = None
 
     @property
     def num_prompt_rows(self) -> int:

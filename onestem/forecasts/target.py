@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from onestem.build import GPU_SHARE, kv_memory_bytes, pages_of, pick_device, pick_dtype, set_threads
+from onestem.build import GPU_SHARE, kv_memory_bytes, kv_sizes, pick_device, pick_dtype, set_threads
 from onestem.cost import (
     TOKENS,
     Forecast,
@@ -86,6 +86,11 @@ class Target:
             raise ConfigError(
                 f"tensor_parallel_size is {ranks}, and rates are known of one device alone: give "
                 "--no-predict"
+            )
+        if predicts and config.delta is not None:
+            raise ConfigError(
+                f"{config.architecture} keeps recurrent states, and no rates of these are known: "
+                "give --no-predict"
             )
         config = part_of(config, Ranks(0, ranks, None))
         if options.device in named_devices():
@@ -247,6 +252,6 @@ def _target(
     options: EngineOptions, shape: ModelShape, memory: int, find: Callable[[], Rates | None]
 ) -> Target:
     size = options.page_size
-    pages = pages_of(memory, size, shape.token_bytes * size)
+    pages, _ = kv_sizes(memory, size, shape.token_bytes, shape.state_bytes)
     most = options.max_step_tokens or 0
     return Target(shape, pages * size, find, size, most, options.max_num_seqs)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from onestem.models.checkpoint import Source
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder, Layer, Norm, activation_of
+from onestem.models.delta import DeltaLayer
+from onestem.models.description import DeltaRule
 from onestem.models.formats.experts import ExpertWeights, of_mxfp4
 from onestem.models.formats.gpu_experts import gpu_experts
 from onestem.models.formats.held import Groups, Weight, rounded_weight
@@ -37,7 +40,7 @@ from onestem.models.rope import rotary_order
 from onestem.models.sizes import quantised_as, rounds_head
 from onestem.models.tensors import ByRole, Kind, Tensors, TensorSpec
 from onestem.models.vectors import LayerVectors, TokenVectors
-from onestem.ops import Heads, LayerOps, resolve_layers
+from onestem.ops import Heads, LayerOps, resolve_delta, resolve_layers
 from onestem.options import Quantize
 
 log = logging.getLogger(__name__)
@@ -136,8 +139,25 @@ class Builder:
         return head
 
     def layer(self, index: int) -> Layer:
-        """The layer `index`: rows of q, k and v, and norms over heads, in the decoder's order."""
-        config, specs, heads = self.config, self.tensors.layers[index], self.config.heads[index]
+        """The layer `index`."""
+        specs, rule = self.tensors.layers[index], self.config.has_state(index)
+        has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
+        return Layer(
+            input_norm=self.optional_norm(specs, Role.INPUT_NORM),
+            **(delta_parts(self, specs) if rule else self.attention(index, specs)),
+            post_norm=self.optional_norm(specs, Role.POST_NORM),
+            mlp=self.mlp(specs, Role.GATE, Role.UP, Role.DOWN) if has_mlp else self.experts(specs),
+            output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
+            down_norm=self.optional_norm(specs, Role.DOWN_NORM),
+            beside=self.beside(specs) if has_experts and has_mlp else None,
+            vectors=self.layer_vectors(specs),
+            scalar=self.optional(specs, Role.SCALAR),
+        )
+
+    def attention(self, index: int, specs: ByRole) -> dict[str, Any]:
+        """A layer's parts for attention: rows of q, k and v, and norms over heads, in the decoder's
+        order."""
+        config, heads = self.config, self.config.heads[index]
         turned = rotary_order(heads.head_dim, config.rotaries[index])
         norms = [
             self.norm_weight(specs[role], turned)
@@ -146,11 +166,9 @@ class Builder:
         ]
         q_norm, k_norm = (None, None) if config.qk_norm_of_all else (*norms, None, None)[:2]
         qkv = (Role.QKV, Role.Q, Role.K, Role.V)
-        has_mlp, has_experts = Role.DOWN in specs, Role.ROUTER in specs
-        return Layer(
-            input_norm=self.optional_norm(specs, Role.INPUT_NORM),
-            qkv=self.linear(specs, *qkv, order=qkv_order(config, index)),
-            heads=Heads(
+        return {
+            "qkv": self.linear(specs, *qkv, order=qkv_order(config, index)),
+            "heads": Heads(
                 num_q_heads=config.num_q_heads,
                 num_kv_heads=heads.num_kv_heads if heads.kv_layer is None else 0,
                 head_dim=heads.head_dim,
@@ -161,16 +179,9 @@ class Builder:
                 v_norm=config.v_norm,
                 value_is_key=heads.value_is_key,
             ),
-            output=self.linear(specs, Role.OUTPUT),
-            post_norm=self.optional_norm(specs, Role.POST_NORM),
-            mlp=self.mlp(specs, Role.GATE, Role.UP, Role.DOWN) if has_mlp else self.experts(specs),
-            output_norm=self.optional_norm(specs, Role.OUTPUT_NORM),
-            down_norm=self.optional_norm(specs, Role.DOWN_NORM),
-            qk_norms=(norms[0], norms[1]) if config.qk_norm_of_all else None,
-            beside=self.beside(specs) if has_experts and has_mlp else None,
-            vectors=self.layer_vectors(specs),
-            scalar=self.optional(specs, Role.SCALAR),
-        )
+            "output": self.linear(specs, Role.OUTPUT),
+            "qk_norms": (norms[0], norms[1]) if config.qk_norm_of_all else None,
+        }
 
     def token_vectors(self) -> TokenVectors | None:
         """Vectors of tokens; None: the model has none."""
@@ -397,12 +408,16 @@ def expert_activation(config: ModelConfig, ops: LayerOps) -> Activation:
 def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     """The row of a checkpoint's projection for each row of the decoder's; None: the same rows.
 
-    The decoder has all q, all k, all v, and pairs half a head apart.
+    The decoder has all q, all k, all v, then the gate of attention's result, and pairs half a head
+    apart.
     """
     num_q, their = config.num_q_heads, config.heads[layer]
     num_kv, size = their.num_kv_heads, their.head_dim
     group = num_q // num_kv
-    heads = list(range(num_q + 2 * num_kv))
+    heads, gates = list(range(num_q + 2 * num_kv)), list[int]()
+    if config.output_gate:  # behind each query head
+        heads = [*range(0, 2 * num_q, 2), *range(2 * num_q, 2 * (num_q + num_kv))]
+        gates = [(2 * h + 1) * size + i for h in range(num_q) for i in range(size)]
     if config.tensor_names.grouped:
         line = group + 2
         heads = [h // group * line + h % group for h in range(num_q)]
@@ -413,4 +428,48 @@ def qkv_order(config: ModelConfig, layer: int = 0) -> list[int] | None:
     num_v = 0 if their.value_is_key else num_k
     within = [turned] * (num_q + num_k) + [plain] * num_v
     order = [h * size + i for h, places in zip(heads, within, strict=False) for i in places]
+    order += gates
     return None if order == list(range(len(order))) else order
+
+
+def delta_parts(builder: Builder, specs: ByRole) -> dict[str, Any]:
+    """A layer's parts for the delta rule: rows in the order q, k, v, z, and b, a."""
+    rule = builder.config.delta
+    assert rule is not None
+    fused = Role.DELTA_QKVZ in specs
+    products, rates = delta_orders(rule) if fused else (None, None)
+    projected = (Role.DELTA_QKVZ, Role.DELTA_QKV, Role.DELTA_Z)
+    return {
+        "qkv": builder.linear(specs, *projected, order=products),
+        "heads": None,
+        "output": builder.linear(specs, Role.DELTA_OUTPUT),
+        "delta": DeltaLayer(
+            rule=rule,
+            rates=builder.linear(specs, Role.DELTA_BA, Role.DELTA_B, Role.DELTA_A, order=rates),
+            filter=builder.tensor(specs[Role.DELTA_FILTER], lambda x: x.squeeze(1)),
+            decay=builder.tensor(specs[Role.DELTA_DECAY]),
+            step=builder.tensor(specs[Role.DELTA_STEP]),
+            norm=builder.tensor(specs[Role.DELTA_NORM]),
+            eps=builder.config.norm_eps,
+            ops=resolve_delta(builder.target.device),
+        ),
+    }
+
+
+def delta_orders(rule: DeltaRule) -> tuple[list[int], list[int]]:
+    """The rows of fused projections of the delta rule for each row of the decoder's: q, k, v, z,
+    and b, a. Files have them by key head: its q and k, its value heads' v and z, or b and a."""
+    keys, group = range(rule.num_key_heads), rule.num_value_heads // rule.num_key_heads
+    values = group * rule.value_dim
+    counts = (rule.key_dim, rule.key_dim, values, values)
+    line, order, first = sum(counts), list[int](), 0
+    for count in counts:
+        order += [head * line + first + i for head in keys for i in range(count)]
+        first += count
+    rates = [
+        head * 2 * group + part * group + i
+        for part in (0, 1)
+        for head in keys
+        for i in range(group)
+    ]
+    return order, rates

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.models.config import ModelConfig
+from onestem.models.delta import DeltaLayer, StatesOf
 from onestem.models.description import Alibi
 from onestem.models.formats.tables import PackedTable
 from onestem.models.linear import Activation, Head, Projection, held_tensors, padded_rows, step_rows
@@ -52,8 +53,10 @@ class Layer:
 
     Attributes:
         input_norm: before attention; None: it reads the residual itself.
-        qkv: hidden_size -> heads.num_projected * head_dim, in the order q, k, v.
-        heads: how its result divides, and the norms over heads.
+        qkv: hidden_size -> heads.num_projected * head_dim, in the order q, k, v, then the gate of
+            attention's result, if there is one; of a layer with the delta rule q, k, v, z.
+        heads: how its result divides, and the norms over heads. None: the layer has `delta`.
+        output: of attention, or of the delta rule.
         post_norm: before the MLP; None: it reads what attention reads, or in a sequential block the
             residual itself.
         output_norm, down_norm: applied to the results of attention and MLP, before they are added.
@@ -65,7 +68,7 @@ class Layer:
 
     input_norm: Norm | None
     qkv: Projection
-    heads: Heads
+    heads: Heads | None
     output: Projection
     post_norm: Norm | None
     mlp: Mlp | ExpertLayer
@@ -75,13 +78,20 @@ class Layer:
     beside: ExpertsBeside | None = None
     vectors: LayerVectors | None = None
     scalar: Tensor | None = None
+    delta: DeltaLayer | None = None
+
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """See `Projection`, of what reads the rows before attention or the delta rule."""
+        return self.qkv.rounds if self.delta is None else None
 
     @property
     def linears(self) -> tuple[Projection, ...]:
         """The layer's products, without those of experts."""
         beside = () if self.beside is None else self.beside.experts.linears
         vectors = () if self.vectors is None else (self.vectors.gate, self.vectors.output)
-        return (self.qkv, self.output, *self.mlp.linears, *beside, *vectors)
+        rates = () if self.delta is None else (self.delta.rates,)
+        return (self.qkv, *rates, self.output, *self.mlp.linears, *beside, *vectors)
 
 
 class Decoder:
@@ -151,12 +161,18 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read: Tensor | None = None,
+        states: StatesOf | None = None,
     ) -> Tensor:
         """token_ids and positions [num_rows] int64 -> hidden [num_read, hidden_size].
 
         The result is what `logits` takes: the final norm has been applied. `read` [num_read] int64
         are the rows that it has, None: all. After the last layer's attention only these go on.
+        `states`: of layers with the delta rule, where there are any.
         """
         angles = self.rope.angles(positions)
         growth = _growth(self.config, positions, self.dtype)
@@ -165,10 +181,12 @@ class Decoder:
         vectors = None if self.vectors is None else self.vectors(token_ids, hidden, self.ops)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            rounds = layer.qkv.rounds if sequential else None
+            rounds = layer.rounds if sequential else None
             normed = self.normed(hidden, delta, layer.input_norm, rounds)
-            out = attend(index, self._qkv(layer, normed, growth), layer.heads, angles[index])
-            out = out.flatten(1)
+            if layer.delta is not None and states is not None:
+                out = layer.delta(normed, layer.qkv(normed), states(index))
+            else:
+                out = self._attention(index, layer, normed, growth, angles[index], attend)
             if read is not None and index == len(self.layers) - 1:
                 if not len(read):
                     return hidden[:0]
@@ -230,14 +248,35 @@ class Decoder:
             hidden *= self._embedding_scale
         return hidden if self.positions is None else hidden + F.embedding(positions, self.positions)
 
-    def _qkv(self, layer: Layer, normed: Rows, growth: Tensor | None) -> Tensor:
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        normed: Rows,
+        growth: Tensor | None,
+        angles: Angles,
+        attend: Attend,
+    ) -> Tensor:
+        """What attention gives of `[num_rows, hidden_size]`: `[num_rows, num_q_heads * head_dim]`,
+        gated where the model does so."""
+        heads = layer.heads
+        assert heads is not None
+        qkv = self._qkv(layer, heads, normed, growth)
+        if not self.config.output_gate:
+            return attend(index, qkv, heads, angles).flatten(1)
+        columns = heads.num_projected * heads.head_dim
+        gate = torch.sigmoid(qkv[:, columns:])
+        out = attend(index, qkv[:, :columns].contiguous(), heads, angles)
+        return gate.mul_(out.flatten(1))
+
+    def _qkv(self, layer: Layer, heads: Heads, normed: Rows, growth: Tensor | None) -> Tensor:
         qkv, clip = layer.qkv(normed), self.config.qkv_clip
         if layer.qk_norms is not None:
             sizes = [len(weight) for weight in layer.qk_norms]
             parts = qkv.split([*sizes, qkv.shape[1] - sum(sizes)], dim=1)
             self._norm_heads(parts[:2], layer.qk_norms)
         if growth is not None:
-            qkv[:, : layer.heads.num_q_heads * layer.heads.head_dim] *= growth
+            qkv[:, : heads.num_q_heads * heads.head_dim] *= growth
         return qkv if clip is None else qkv.clamp_(-clip, clip)
 
     def _norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -328,6 +367,11 @@ class Decoder:
         linears = [one for layer in self.layers for one in layer.linears]
         linears += [] if self.vectors is None else [self.vectors.projection]
         return max((one.scratch_bytes for one in linears), default=0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state, over all layers with the delta rule; 0: there are none."""
+        return 0 if self.part.delta is None else self.part.delta.state_bytes(self.dtype.itemsize)
 
     @property
     def kv_bytes_per_token(self) -> int:

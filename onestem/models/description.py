@@ -111,6 +111,58 @@ class LayerHeads:
     value_is_key: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """The gated delta rule (arXiv 2412.06464) in place of attention: a layer keeps a state of fixed
+    size for a sequence, and no keys and values.
+
+    Attributes:
+        layers: per layer, whether it has this in place of attention.
+        num_key_heads, num_value_heads: a key head, with its query, serves as many consecutive value
+            heads as there are for each.
+        key_dim, value_dim: sizes of these heads.
+        width: rows that the convolution over q, k and v sees, its own included.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads is {self.num_value_heads}, expected a multiple of "
+                f"linear_num_key_heads ({self.num_key_heads})"
+            )
+        if self.width < 2:
+            raise ConfigError(f"linear_conv_kernel_dim is {self.width}, expected at least 2")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Columns of q, k and v."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of q, k and v together."""
+        return sum(self.sizes)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all of a layer's products, its output's inputs among them."""
+        return self.channels + 2 * self.sizes[2] + 2 * self.num_value_heads
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of one state of all layers: the last inputs of the convolution, in the model's
+        dtype of `itemsize` bytes, and a float32 matrix for each value head."""
+        matrices = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        return sum(self.layers) * ((self.width - 1) * self.channels * itemsize + matrices)
+
+
 @dataclass(frozen=True)
 class QueryGrowth:
     """Queries at position p are multiplied by `1 + beta * ln(1 + floor(p / positions))`, for long
@@ -239,6 +291,9 @@ class Description:
         qk_norm_of_all: RMSNorm over all query heads at once, and over all key heads.
         v_norm: RMSNorm over every value head, without a weight.
         layer_heads: keys and values of each layer; None: as `num_kv_heads` and `head_dim` say.
+        delta: in place of attention in some layers; None: all layers have attention.
+        output_gate: what attention returns is multiplied by the sigmoid of as many further columns
+            of the query projection, which follow each head's.
         wide_mlps: layers whose MLP is twice as wide.
         token_vectors: size of the vectors that each layer has for each token of the vocabulary
             and adds after the MLP (Gemma 3n and 4: per-layer embeddings); 0: none.
@@ -283,6 +338,8 @@ class Description:
     qk_norm_of_all: bool = False
     v_norm: bool = False
     layer_heads: tuple[LayerHeads, ...] | None = None
+    delta: DeltaRule | None = None
+    output_gate: bool = False
     wide_mlps: frozenset[int] = frozenset()
     token_vectors: int = 0
     sinks: bool = False
@@ -370,6 +427,14 @@ class Description:
         """Whether a layer has an MLP: without experts, or beside them."""
         return not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp)
 
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has the delta rule in place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    def keeps_kv(self, layer: int) -> bool:
+        """Whether a layer stores keys and values: it has attention, and reads no other layer's."""
+        return self.heads[layer].kv_layer is None and not self.has_state(layer)
+
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its upward projection."""
@@ -384,6 +449,7 @@ class Description:
         if experts is not None:
             experts = replace(experts, layers=experts.layers[:count])
         heads = None if self.layer_heads is None else self.layer_heads[:count]
+        delta = self.delta and replace(self.delta, layers=self.delta.layers[:count])
         return replace(
             self,
             num_layers=count,
@@ -391,6 +457,7 @@ class Description:
             positions=positions,
             experts=experts,
             layer_heads=heads,
+            delta=delta,
         )
 
     def without_experts(self) -> Self:
@@ -406,8 +473,8 @@ class Description:
         """Numbers in one token's keys and values over all layers."""
         return sum(
             2 * heads.num_kv_heads * heads.head_dim
-            for heads in self.heads
-            if heads.kv_layer is None
+            for layer, heads in enumerate(self.heads)
+            if self.keeps_kv(layer)
         )
 
     def has_experts(self, layer: int) -> bool:

@@ -38,7 +38,20 @@ class Role(enum.Enum):
     Q_NORM = enum.auto()
     K_NORM = enum.auto()
     SINKS = enum.auto()
-    OUTPUT = enum.auto()
+    OUTPUT = enum.auto()  # of attention
+    # Of a layer with the delta rule: q, k and v, the gate z, and what beta and the decay are made
+    # of; or both pairs fused, by key head.
+    DELTA_QKV = enum.auto()
+    DELTA_Z = enum.auto()
+    DELTA_B = enum.auto()
+    DELTA_A = enum.auto()
+    DELTA_QKVZ = enum.auto()
+    DELTA_BA = enum.auto()
+    DELTA_FILTER = enum.auto()  # of the convolution
+    DELTA_DECAY = enum.auto()  # logarithm of each value head's rate
+    DELTA_STEP = enum.auto()  # added to a before softplus
+    DELTA_NORM = enum.auto()  # over each value head
+    DELTA_OUTPUT = enum.auto()
     GATE = enum.auto()
     UP = enum.auto()  # in a gated MLP without GATE: both, gate first
     DOWN = enum.auto()
@@ -72,8 +85,9 @@ class TensorNames:
 
     Attributes:
         names: of modules, whose tensors are `.weight` and `.bias`, or of tensors: sinks, scalars,
-            scales, the router's correction, and weights of all experts, with the suffixes `_bias`,
-            and for mxfp4 `_blocks` and `_scales`. Names of one expert have a place for its index.
+            scales, the router's correction, vectors of the delta rule, and weights of all experts,
+            with the suffixes `_bias`, and for mxfp4 `_blocks` and `_scales`. Names of one expert
+            have a place for its index.
         layer: what names within a layer begin with, with a place for its index.
         prefix: of all names; a checkpoint of the model without its head leaves it out.
         transposed: whether weights of linear layers are `[in_features, out_features]`.

@@ -35,6 +35,11 @@ def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
     """
     if ranks.size == 1:
         return config
+    if config.delta is not None:
+        raise ConfigError(
+            f"{config.architecture} keeps recurrent states, which are not divided over devices "
+            "yet: leave tensor_parallel_size out"
+        )
     wrong = _indivisible(config, ranks.size)
     if wrong is not None:
         several = ", ".join(map(str, sizes_of(config)))

@@ -35,6 +35,7 @@ class Kind(enum.Enum):
     BIAS = enum.auto()
     NORM = enum.auto()
     VECTOR = enum.auto()  # float32 in a model of any dtype
+    FILTER = enum.auto()  # of a convolution of each channel by itself
     SCALAR = enum.auto()
 
 
@@ -191,7 +192,10 @@ class _Maker:
         for role in (Role.INPUT_NORM, Role.OUTPUT_NORM, Role.POST_NORM, Role.DOWN_NORM):
             if role in self.names:
                 yield self.norm(role, bias=config.norm_bias)
-        yield from self.attention(config.heads[index])
+        if config.has_state(index):
+            yield from self.delta_rule()
+        else:
+            yield from self.attention(config.heads[index])
         if config.has_experts(index):
             yield from self.experts()
         if config.has_mlp(index):
@@ -208,7 +212,8 @@ class _Maker:
         q = self.axes.query_heads.times(size)
         kv = self.axes.kv_heads(heads.num_kv_heads).times(size)
         own = 1 if heads.kv_layer is not None else 2 if heads.value_is_key else 3
-        parts = [(Role.Q, q), (Role.K, kv), (Role.V, kv)][:own]
+        queries = q.times(1 + config.output_gate)
+        parts = [(Role.Q, queries), (Role.K, kv), (Role.V, kv)][:own]
         if Role.QKV in self.names:
             fused = self.by_kv_head(heads) if self.names.grouped else q.then(kv).then(kv)
             parts = [(Role.QKV, fused)]
@@ -220,6 +225,29 @@ class _Maker:
                 yield self.norm(role, rows if config.qk_norm_of_all else Axis(size))
         if Role.SINKS in self.names:
             yield self.spec(Role.SINKS, Kind.VECTOR, self.axes.query_heads)
+
+    def delta_rule(self) -> Iterator[TensorSpec]:
+        delta, hidden = self.config.delta, self.hidden
+        assert delta is not None
+        heads, values = Axis(delta.num_value_heads), Axis(delta.sizes[2])
+        columns = {
+            Role.DELTA_QKV: Axis(delta.channels),
+            Role.DELTA_Z: values,
+            Role.DELTA_B: heads,
+            Role.DELTA_A: heads,
+            Role.DELTA_QKVZ: Axis(delta.channels + values.size),
+            Role.DELTA_BA: heads.times(2),
+        }
+        for role, rows in columns.items():
+            if role in self.names:
+                yield self.weight(role, rows, hidden)
+        axes = (Axis(delta.channels), Axis(1), Axis(delta.width))
+        name = f"{self.at}{self.names[Role.DELTA_FILTER]}.weight"
+        yield self.spec(Role.DELTA_FILTER, Kind.FILTER, *axes, name=name)
+        for role in (Role.DELTA_DECAY, Role.DELTA_STEP):
+            yield self.spec(role, Kind.VECTOR, heads)
+        yield self.spec(Role.DELTA_NORM, Kind.VECTOR, Axis(delta.value_dim))
+        yield self.weight(Role.DELTA_OUTPUT, hidden, values)
 
     def by_kv_head(self, heads: LayerHeads) -> Axis:
         """Rows of one projection in the order of KV heads: query heads of each, its k, its v."""

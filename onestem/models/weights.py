@@ -24,6 +24,8 @@ from onestem.options import Quantize
 
 log = logging.getLogger(__name__)
 
+ZEROS = (Role.CORRECTION, Role.DELTA_DECAY, Role.DELTA_STEP)  # in random weights
+
 
 def load_decoder(
     path: str | Path,
@@ -152,9 +154,11 @@ class _RandomSource:
             tensor.fill_(127 + round(math.log2(self.spread / 2.9)))
         elif spec.kind is Kind.CODES:
             tensor.random_(0, 256, generator=generator)
-        elif spec.kind is Kind.BIAS or spec.role is Role.CORRECTION:
+        elif spec.kind is Kind.BIAS or spec.role in ZEROS:
             tensor.zero_()
-        elif spec.kind in (Kind.NORM, Kind.VECTOR, Kind.SCALAR):
+        elif spec.kind is Kind.NORM:
             tensor.fill_(self.norm)
+        elif spec.kind in (Kind.VECTOR, Kind.SCALAR):
+            tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, self.spread, generator=generator)

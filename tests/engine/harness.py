@@ -55,19 +55,21 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     num_pages: int = 4096,
+    num_states: int = 64,
     quantization: str | None = None,
     **options,
 ) -> Engine:
     decoder = load_decoder(path, dtype=dtype, device=device, quantization=quantization)
-    return engine_with(decoder, num_pages=num_pages, **options)
+    return engine_with(decoder, num_pages=num_pages, num_states=num_states, **options)
 
 
 def engine_with(
-    decoder: Decoder, *, num_pages: int = 4096, team: object = None, **options
+    decoder: Decoder, *, num_pages: int = 4096, num_states: int = 64, team: object = None, **options
 ) -> Engine:
     """An engine without a tokenizer."""
     chosen = EngineOptions(**{"max_step_tokens": 512, **options})
-    return Engine(decoder, None, NO_DEFAULTS, chosen, num_pages=num_pages, team=team)
+    sizes = {"num_pages": num_pages, "num_states": num_states}
+    return Engine(decoder, None, NO_DEFAULTS, chosen, **sizes, team=team)
 
 
 def engine_on(device: str, path: Path, **options) -> Engine:

@@ -155,7 +155,7 @@ def _prompt_logprobs(one: Request, prefixes: list[int]) -> list | None:
 def make_symbolic(*, num_pages: int = 64, page_size: int = 4, **options) -> Engine:
     config = SimpleNamespace(
         head_shapes=((1, 1),), heads=(), kv_layers=(), sliding_windows=(None,),
-        vocab_size=VOCAB, max_position_embeddings=100_000,
+        vocab_size=VOCAB, max_position_embeddings=100_000, delta=None,
     )  # fmt: skip
     decoder = SimpleNamespace(
         config=config,

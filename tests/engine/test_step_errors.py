@@ -40,7 +40,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Iterable[Sequence | None]]]] = {
     "schedule a prompt": (PromptChunks, "_extend_path", lambda self, draft, one, *_: [one]),
     "admit": (PrefixCache, "attach", lambda self, tokens, limit, owner, *_: [owner]),
     "reserve": (Room, "reserve_rows", lambda self, draft, sequences: sequences),
-    "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence: [sequence]),
+    "end a prompt": (Scheduler, "_end_prompt", lambda self, sequence, chunk: [sequence]),
     "lay out": (DecodeLayout, "add_own", lambda self, sequences: sequences),
     "give a row": (SequenceTable, "put", lambda self, sequence, *_: [sequence]),
     "apply": (BatchRows, "apply", lambda self, changes: [c.sequence for c in changes.chunks]),

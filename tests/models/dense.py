@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Attend, Decoder
+from onestem.models.delta import LayerStates, StatesOf
 from onestem.models.description import Alibi
-from onestem.ops import Angles, Heads
+from onestem.ops import Angles, Heads, PartRows, StateRows
 from onestem.ops.cpu import is_built
 from onestem.ops.cpu.extension import chosen_isa
 from onestem.ops.layers import rotated
@@ -96,6 +98,29 @@ def dense_attend(
     return attend
 
 
+def fresh_states(decoder: Decoder, copies: int, rows: int) -> StatesOf | None:
+    """States of whole sequences that stand one behind the other, from their beginning; None: the
+    model has none."""
+    rule = decoder.config.delta
+    if rule is None:
+        return None
+    each = np.arange(copies, dtype=np.int32)
+    zeros = np.zeros_like(each)
+    parts = StateRows(each * rows, zeros + rows, zeros, zeros - 1, each)
+    matrices = copies, rule.num_value_heads, rule.key_dim, rule.value_dim
+    inputs = copies, rule.width - 1, rule.channels
+    made = {
+        layer: LayerStates(
+            torch.full(inputs, float("nan"), dtype=decoder.dtype),
+            torch.full(matrices, float("nan")),
+            PartRows.of(parts, decoder.device),
+        )
+        for layer in range(decoder.config.num_layers)
+        if decoder.config.has_state(layer)
+    }
+    return made.__getitem__
+
+
 def log_probabilities(
     decoder: Decoder, token_ids: Tensor, hidden: Sequence[Triple | None] = (None,)
 ) -> Tensor:
@@ -103,8 +128,11 @@ def log_probabilities(
     positions = torch.arange(len(token_ids))
     attend = dense_attend(decoder.config, positions, hidden)
     copies = len(hidden)
-    states = decoder.forward(token_ids.repeat(copies), positions.repeat(copies), attend)
-    logits = decoder.logits(states).unflatten(0, (copies, len(token_ids)))
+    states = fresh_states(decoder, copies, len(token_ids))
+    rows = token_ids.repeat(copies), positions.repeat(copies)
+    logits = decoder.logits(decoder.forward(*rows, attend, states=states)).unflatten(
+        0, (copies, len(token_ids))
+    )
     return logits.log_softmax(dim=-1)
 
 

@@ -19,6 +19,7 @@ from onestem.models.description import LayerRotary, Rotary
 from onestem.models.linear import Activation
 from onestem.models.mlp import ExpertLayer, SortedBlocks, clamped_swiglu
 from onestem.models.weights import load_decoder
+from onestem.ops import DeltaOps
 from tests.models.dense import log_probabilities, prompt
 from tests.models.tiny import SENSITIVITY
 
@@ -119,6 +120,8 @@ CONFIGS: list[tuple[str, str, Changes]] = [
     ("gpt_oss", "windows", _windows),
     ("gpt_oss", "ramp", _of_scaling(beta_fast=2.0)),
     ("olmoe", "clipping", _without(qkv_clip=None)),
+    ("qwen3_5", "offset of norms", _without(norm_offset=0.0)),
+    ("qwen3_5", "partial RoPE", _of_rotary(dim=32)),
 ]
 
 # What is taken out of every layer.
@@ -175,6 +178,7 @@ def _of_layers(decoder: Decoder, layers: list[Layer]) -> Decoder:
 
 
 def _without_sinks(layer: Layer) -> Layer:
+    assert layer.heads is not None
     assert layer.heads.sinks is not None
     return replace(layer, heads=replace(layer.heads, sinks=None))
 
@@ -208,6 +212,81 @@ def _without_clamp(layer: Layer) -> Layer:
     )
 
 
+class _NoConvolution(DeltaOps):
+    def causal_conv(self, x: Any, weight: Any, states: Any, rows: Any) -> Any:
+        return torch.nn.functional.silu(x * weight[:, -1])
+
+
+class _NoDecay(DeltaOps):
+    def gates(self, *args: Any) -> Any:
+        decay, beta = super().gates(*args)
+        return torch.zeros_like(decay), beta
+
+
+class _FullStrength(DeltaOps):
+    def gates(self, *args: Any) -> Any:
+        decay, beta = super().gates(*args)
+        return decay, torch.ones_like(beta)
+
+
+class _NoGate(DeltaOps):
+    def gated_norm(self, x: Any, weight: Any, z: Any, eps: float) -> Any:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+class _NoNorm(DeltaOps):
+    def gated_norm(self, x: Any, weight: Any, z: Any, eps: float) -> Any:
+        return x * weight * torch.nn.functional.silu(z)
+
+
+DELTA: list[type[DeltaOps]] = [_NoConvolution, _NoDecay, _FullStrength, _NoGate, _NoNorm]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("ops", DELTA)
+def test_every_part_of_the_delta_rule_shows(
+    family: str, ops: type[DeltaOps], whole: Callable[[str], Decoder]
+) -> None:
+    decoder = whole(family)
+    layers = [
+        replace(layer, delta=layer.delta and replace(layer.delta, ops=ops()))
+        for layer in decoder.layers
+    ]
+    assert _moved(_of_layers(decoder, layers), decoder) > SENSITIVITY
+
+
+def test_lengths_of_keys_and_queries_show(
+    whole: Callable[[str], Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = whole("qwen3_5")
+    torch_ops = [
+        replace(layer, delta=layer.delta and replace(layer.delta, ops=DeltaOps()))
+        for layer in decoder.layers
+    ]
+    before = log_probabilities(decoder, IDS)
+    monkeypatch.setattr("onestem.ops.delta._unit", lambda x: x.float() / 64)
+    after = log_probabilities(_of_layers(decoder, torch_ops), IDS)
+    assert (after - before).abs().max() > SENSITIVITY
+
+
+def test_the_gate_of_attention_shows(whole: Callable[[str], Decoder]) -> None:
+    decoder = whole("qwen3_5")
+
+    class Ungated(Decoder):
+        def _attention(
+            self, index: int, layer: Layer, normed: Any, growth: Any, angles: Any, attend: Any
+        ) -> Any:
+            heads = layer.heads
+            assert heads is not None
+            columns = heads.num_projected * heads.head_dim
+            qkv = layer.qkv(normed)[:, :columns].contiguous()
+            return attend(index, qkv, heads, angles).flatten(1)
+
+    parts = (decoder.embedding, decoder.layers, decoder.norm, decoder.head)
+    ungated = Ungated(decoder.config, *parts, decoder.num_parameters)
+    assert _moved(ungated, decoder) > SENSITIVITY
+
+
 def _weight_of_ones(name: str) -> Callable[[Layer], Layer]:
     """Of a norm of experts beside an MLP."""
 
@@ -236,6 +315,10 @@ PARTS: list[tuple[str, str, Callable[[Layer], Layer]]] = [
         ("gemma4_moe", norm, _weight_of_ones(norm))
         for norm in ("router_norm", "input_norm", "output_norm", "mlp_norm")
     ),
+    ("qwen3_next", "scores as they are", _experts(normalized=True)),
+    ("qwen3_5_moe", "normalisation", _experts(normalized=False)),
+    ("qwen3_5_moe", "shared expert", _experts(shared=None)),
+    ("qwen3_5_moe", "its gate", _experts(shared_gate=None)),
     ("qwen2_moe", "shared expert", _experts(shared=None)),
     ("qwen2_moe", "its gate", _experts(shared_gate=None)),
     ("glm4_moe", "shared expert", _experts(shared=None)),

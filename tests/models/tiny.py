@@ -240,7 +240,43 @@ _MINISTRAL3: dict[str, Any] = {
         "llama_4_scaling_beta": 0.3,
     },
 }
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    # Results of heads may be near zero: a small epsilon would make much of rounding.
+    "rms_norm_eps": 1e-2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_DELTA_MOE: dict[str, Any] = {
+    **_DELTA,
+    **_EXPERTS,
+    "head_dim": 32,
+    "num_experts": 6,
+    "shared_expert_intermediate_size": 40,
+}
 _SPECS |= {
+    # The last layer has the delta rule.
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_DELTA_MOE,
+            "layer_types": [f"{kind}_attention" for kind in ["linear", "full", "linear", "linear"]],
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", _DELTA_MOE),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
     "phi3": ("Phi3", {"sliding_window": 24}),
     "phi4_mini": (
@@ -297,6 +333,11 @@ _SPECS |= {
 # The text parts of those that read images too, of which all else is as small as it can be.
 _IMAGE_SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4_image": ("Gemma4", "gemma4_vision", _GEMMA4_SMALL),
+    "qwen3_5_image": (
+        "Qwen3_5",
+        "qwen3_5_vision",
+        {**_DELTA, "tie_word_embeddings": True},
+    ),
     "gemma3_image": ("Gemma3", "siglip_vision_model", _GEMMA3),
     "mistral3_image": (
         "Mistral3",
@@ -309,6 +350,9 @@ _VISION: dict[str, Any] = {
     "intermediate_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
+    "depth": 1,
+    "num_heads": 1,
+    "out_hidden_size": 64,
     "image_size": 16,
     "patch_size": 8,
 }
@@ -360,11 +404,16 @@ _OUTPUT = ("o_proj", "dense", "out_proj", "attn.c_proj")
 _SCALES = {
     **dict.fromkeys(("q_proj", "k_proj"), _QUERY_KEY),
     "v_proj": _VALUE,
+    "linear_attn.out_proj": 0.1,
     **dict.fromkeys(_OUTPUT, 0.3),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
     **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "lm_head"), 0.5),
     "wpe": 0.3,
+    **dict.fromkeys(("in_proj_qkv", "conv1d"), 1.0),
+    "in_proj_qkvz": 0.3,
+    "in_proj_z": 0.1,
+    **dict.fromkeys(("in_proj_b", "in_proj_a", "in_proj_ba"), 0.2),
     # Routers: scores of experts differ clearly, and none is next to nothing.
     **dict.fromkeys(("mlp.gate", "mlp.router", "shared_expert_gate"), 0.1),
     "router.proj": 1.0,
@@ -413,7 +462,7 @@ def _model(family: str, seed: int, changes: Mapping[str, Any]) -> Any:
         architecture, own = _SPECS[family]
         fields = {**_BASE, **own}
     fields |= changes
-    text = "Text" if architecture in ("Gemma3", "Gemma4") else ""
+    text = "Text" if architecture in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
     config = getattr(transformers, f"{architecture}{text}Config")(**fields)
     suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
     with torch.random.fork_rng(devices=[]):
@@ -440,16 +489,22 @@ def _scale(model: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if "vision" in module or "multi_modal_projector." in name:
+        if "vision" in module or "visual" in module or "multi_modal_projector." in name:
             continue
         if last == "router":
             parameter.uniform_(0.7, 1.3, generator=generator)
         elif part == "sinks":
             parameter.uniform_(0.0, 2.0, generator=generator)
+        elif part == "A_log":  # a state lasts for some 30 to 300 tokens
+            parameter.uniform_(0.003, 0.03, generator=generator).log_()
+        elif part == "dt_bias":
+            parameter.uniform_(-1.0, 1.0, generator=generator)
         elif part == "bias" or last == "experts":
             parameter.normal_(0.0, 0.1, generator=generator)
         elif "norm" in last or last.startswith("ln_"):
             parameter.uniform_(0.7, 1.3, generator=generator)
+            if type(model).__name__.startswith(("Qwen3Next", "Qwen3_5")):
+                parameter -= 0.0 if module.endswith("linear_attn.norm") else 1.0
             if type(model).__name__.startswith("Gemma"):
                 # Against a residual of scaled embeddings.
                 parameter *= 4.0 if last.startswith("post_") else 1.0

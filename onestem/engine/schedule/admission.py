@@ -130,6 +130,11 @@ def check_pml(
     compiled = request.pml
     if compiled is None:
         return
+    if config.delta is not None:
+        raise RequestError(
+            f"{config.architecture} keeps recurrent states, which cannot be put together of "
+            "modules: give the prompt's text, or take a model with attention in all layers"
+        )
     if deterministic:
         raise RequestError(
             "a prompt in PML cannot be deterministic yet: give its text, or leave the engine's "

@@ -12,6 +12,7 @@ from onestem.engine.schedule.room import Room
 from onestem.engine.sequence import Chunk, Sequence
 
 if TYPE_CHECKING:
+    from onestem.engine.schedule.states import States
     from onestem.engine.tiers.prefixes import PrefixTiers
     from onestem.engine.tiers.tiers import KvTiers
 
@@ -26,6 +27,7 @@ class PromptChunks:
 
     _cache: PrefixCache
     _room: Room
+    _states: States | None
     tiers: KvTiers | None = None
 
     def extend(self, draft: StepDraft, sequence: Sequence) -> None:
@@ -101,12 +103,32 @@ class PromptChunks:
         """Schedule its own tokens, up to a run that another computes. Returns their number."""
         if self.tiers is not None and self._recall(draft, sequence, self.tiers.prefixes):
             return 0
-        start = at = sequence.frontier
+        state = sequence.state_slot
+        if self._states is not None and state is not None:
+            if draft.has_chunk(sequence):  # a state goes through a step once
+                return 0
+            if not state.is_begun and not self._states.begin(sequence):
+                return 0
+        start = at = fresh = sequence.frontier
         chunk: Chunk | None = None
         wanted = not sequence.is_job and sequence.state.request.group is None
         for run in sequence.path(self._cache.tree.num_splits):
             if run.end <= at:
                 continue
+            if state is not None and at < run.start + run.computed:  # for the state alone
+                take = min(
+                    most - (at - start), run.start + run.computed - at, len(sequence.tokens) - at
+                )
+                if take <= 0:
+                    break
+                at += take
+                fresh = at
+                chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
+                chunk.end = at
+                if run.end == at and run.maker is not sequence:
+                    continue
+                if run.end == at or at < run.start + run.computed:
+                    break
             if run.owner is not None and run.owner is not sequence:
                 break
             take = min(most - (at - start), run.end - at, len(sequence.tokens) - at)
@@ -118,6 +140,10 @@ class PromptChunks:
             run.owner = sequence
             run.is_wanted |= wanted
             run.computed += take
+            if run.maker is sequence:
+                break
+        if self._states is not None and chunk is not None:
+            self._states.advance(sequence, chunk, fresh - start)
         return at - start
 
     def _recall(self, draft: StepDraft, sequence: Sequence, tiers: PrefixTiers) -> bool:

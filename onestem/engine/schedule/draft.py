@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from onestem.engine.sequence import Chunk, Sequence, StepChanges
+
+if TYPE_CHECKING:
+    from onestem.engine.schedule.states import States
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,12 +74,14 @@ class StepDraft:
                 some.remove(sequence)
         self.num_forks = None
 
-    def drop(self, version: int) -> None:
+    def drop(self, version: int, states: States | None) -> None:
         """Take back the chunks of a step that is not launched: their tokens have no KV. `version`:
         the tree's count of splits."""
         if self.is_launched:
             return
         for chunk in self.changes.chunks:
+            if states is not None:
+                states.take_back(chunk)
             if chunk.module is not None:
                 chunk.module.computed = min(chunk.module.computed, chunk.start)
             elif chunk.sequence.run is not None:

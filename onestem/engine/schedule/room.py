@@ -14,8 +14,9 @@ from onestem.engine.schedule.lane import Lane
 from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.reserved import ReservedPages
 from onestem.engine.schedule.reuse import explain
+from onestem.engine.schedule.states import States
 from onestem.engine.schedule.waiting import WaitingLine
-from onestem.engine.sequence import Sequence
+from onestem.engine.sequence import Chunk, Sequence
 
 
 @dataclass(eq=False, repr=False)
@@ -28,6 +29,7 @@ class Room:
         num_preempted: how often a sequence has lost its memory.
         reserved: pages that running sequences will take.
         on_leave: called with a sequence before it gives up its pages.
+        states: recurrent states; None: the model's layers keep none.
     """
 
     _cache: PrefixCache
@@ -40,6 +42,7 @@ class Room:
     alone: Sequence | None = None
     num_preempted: int = 0
     on_leave: Callable[[Sequence], object] = lambda sequence: None
+    states: States | None = None
     _orders: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -62,6 +65,8 @@ class Room:
         """Give a sequence memory, if there is room beside what is reserved for those that run. Jobs
         are preempted for interactive ones."""
         if not self._has_place(draft, sequence):
+            return False
+        if self.states is not None and not self.states.admit(sequence):
             return False
         draft.handling = sequence
         ids, limit = sequence.ids().copy(), sequence.match_limit
@@ -111,8 +116,10 @@ class Room:
         if self._cache.enabled and sequence.state.reuse is None:
             sequence.state.reuse = explain(sequence, path, prefix)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Admit a sequence that goes on beside its parent (n > 1)."""
+    def fork(self, parent: Sequence, child: Sequence, chunk: Chunk) -> None:
+        """Admit a sequence that goes on beside its parent (n > 1) after a chunk."""
+        if self.states is not None:
+            self.states.fork(parent, child, chunk)
         child.order = next(self._orders)
         self._lane_of(parent).add(child, decodes=True)
 
@@ -257,6 +264,8 @@ class Room:
         sequence.leave_table()
         assert sequence.run is not None
         self.on_leave(sequence)
+        if self.states is not None:
+            self.states.leave(sequence)
         self._cache.disown(sequence.run, sequence)
         self._cache.unpin(sequence.run)
         sequence.run = None

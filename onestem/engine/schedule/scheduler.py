@@ -13,9 +13,10 @@ from onestem.engine.schedule.pins import PinnedPrefixes
 from onestem.engine.schedule.queue import RequestQueue
 from onestem.engine.schedule.reserved import ReservedPages
 from onestem.engine.schedule.room import Room
+from onestem.engine.schedule.states import States
 from onestem.engine.schedule.throttle import JobShare, StepLimits
 from onestem.engine.schedule.waiting import WaitingLine
-from onestem.engine.sequence import Sequence, StepChanges
+from onestem.engine.sequence import Chunk, Sequence, StepChanges
 
 if TYPE_CHECKING:
     from onestem.engine.schedule.admission import SequenceFactory
@@ -57,6 +58,7 @@ class Scheduler:
         waiting: what is opened, but not (or no longer) admitted; before the queue.
         room: their memory.
         chunks: puts prompts into steps.
+        states: recurrent states; None: the model's layers keep none.
         step: the number of the last one.
     """
 
@@ -71,6 +73,7 @@ class Scheduler:
         answers: AnswerMemory,
         max_num_seqs: int | None = None,
         free_rows: int = 0,
+        states: States | None = None,
     ) -> None:
         self.answers = answers
         self.limits = limits
@@ -86,8 +89,10 @@ class Scheduler:
             self.answers,
             ReservedPages(cache, free_rows),
             max_num_seqs=max_num_seqs,
+            states=states,
         )
-        self.chunks = PromptChunks(cache, self.room)
+        self.chunks = PromptChunks(cache, self.room, states)
+        self.states = states
         self.step = 0
         self._cache = cache
         self._ended = 0.0  # when the last step did
@@ -122,6 +127,8 @@ class Scheduler:
             SourceError: a request could not be read.
         """
         self.step += 1
+        if self.states is not None:
+            self.states.pool.begin_step()
         for lane in self._lanes:
             lane.release_placeholders()
         self._end_outgrown(draft)
@@ -133,7 +140,7 @@ class Scheduler:
             self._fill(draft)
         draft.handling = None
         if draft.waits:
-            draft.drop(self.version)
+            draft.drop(self.version, self.states)
         else:
             self._settle(draft)
 
@@ -267,18 +274,18 @@ class Scheduler:
             changes.jobs += (chunk.end - chunk.start) * sequence.is_job
             if chunk.module is None and chunk.end == len(sequence.tokens):
                 if not sequence.score_only:
-                    chunk.samples = self._end_prompt(sequence)
+                    chunk.samples = self._end_prompt(sequence, chunk)
                 self._lane_of(sequence).prompts.remove(sequence)
 
-    def _end_prompt(self, sequence: Sequence) -> list[Sequence]:
-        """End a prompt whose last tokens are in this step. Returns the sequences that sample after
-        it, each with a run to write, before any of their tokens is known."""
+    def _end_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Sequence]:
+        """End a prompt whose last tokens are in a chunk. Returns sequences that sample after it,
+        each with a run to write, before any of their tokens is known."""
         state, run = sequence.state, sequence.run
         assert run is not None
         sequences = [sequence]
         if not state.forked:
             state.forked = True
-            sequences += [self._fork(sequence, i) for i in range(1, state.request.params.n)]
+            sequences += [self._fork(chunk, i) for i in range(1, state.request.params.n)]
         run.answer_at = min(run.answer_at, sequence.num_prompt - state.request.prefilled_tokens)
         if len(sequences) == 1 and run.label == sequence.last_label and self._cache.may_grow(run):
             run.grows = True
@@ -288,16 +295,20 @@ class Scheduler:
                 one.run.answer_at = run.answer_at
                 one.forget_path()
             self._cache.unpin(run)  # the branches have pinned the path for themselves
+        for one in sequences:
+            if one.state_slot is not None:
+                one.state_slot.decodes = True
         standing = self._lane_of(sequence).standing
         standing.update((one, None) for one in sequences if one.num_left > 1)
         return sequences
 
-    def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """A sequence that goes on beside its parent (n > 1)."""
+    def _fork(self, chunk: Chunk, index: int) -> Sequence:
+        """A sequence that goes on beside that of a chunk (n > 1)."""
+        parent = chunk.sequence
         child = self.factory.sequence(parent.state, index)
         child.scoring = None
         child.modules = parent.modules.fork(child) if parent.modules is not None else None
-        self.room.fork(parent, child)
+        self.room.fork(parent, child, chunk)
         parent.state.sequences.append(child)
         return child
 
@@ -306,12 +317,16 @@ class Scheduler:
         or a score are preempted, so that their last tokens are computed again. Others go on from
         what they have."""
         lost = {one for chunk in draft.changes.chunks for one in chunk.samples}
-        draft.drop(self.version)
+        draft.drop(self.version, self.states)
         for lane in self._lanes:
             lane.rows.clear()
             lane.standing.clear()
             for sequence in list(lane.running):
                 sequence.leave_table()
+                if self.states is not None:  # a state cannot be computed again in place
+                    self.states.distrust(sequence)
+                    self.room.preempt(sequence)
+                    continue
                 no_sample = sequence in lost or sequence.frontier >= len(sequence.tokens)
                 if no_sample or sequence.wants_scores:
                     self.room.preempt(sequence)

@@ -19,7 +19,7 @@ from onestem.engine.sequence import Chunk, Sequence, StepChanges
 from onestem.engine.step.inputs import DecodeLayout, NewPages, Rows, StepInputs, join_prompts
 from onestem.engine.step.run_readers import RunReaders
 from onestem.engine.step.sequence_table import SequenceTable
-from onestem.ops import AttentionPlan, windowed
+from onestem.ops import AttentionPlan, StateRows, windowed
 from onestem.ops.plan import END, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, RUN_POSITION
 
 # Rows are made anew if this many words of page lists are unused, if a new row would read more than
@@ -306,8 +306,23 @@ class BatchRows:
         slots = _slots(plan, self.rows.offset + length - 1, self._cache.pool.page_size)
         zeros = np.zeros(count, np.int64)
         self._decodes = StepInputs(
-            zeros, positions, slots, plans, np.arange(count), [], zeros[:0], [], _num_shared(plan)
+            zeros,
+            positions,
+            slots,
+            plans,
+            np.arange(count),
+            [],
+            zeros[:0],
+            [],
+            _num_shared(plan),
+            None if self._cache.states is None else self._state_rows(positions),
         )
+
+    def _state_rows(self, positions: np.ndarray) -> StateRows:
+        """The states of all rows, each of which continues its own."""
+        states = self.table.state[self.rows.sid].astype(np.int32)
+        first = np.arange(len(states), dtype=np.int32)
+        return StateRows(first, np.ones_like(first), positions.astype(np.int32), states, states)
 
 
 def _seen(plan: AttentionPlan, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
 from onestem.engine.step.sequence_table import Columns
-from onestem.ops import AttentionPlan, PlanBuilder, windowed
+from onestem.ops import AttentionPlan, PlanBuilder, StateRows, windowed
 from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
 
 # Page ids that a decode's own run may take before its plan must be laid out again.
@@ -55,6 +55,8 @@ class StepInputs:
         score_rows: int64 `[n]`, ascending: rows that score given tokens, and `scores`: which.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
+        states: which rows continue which recurrent state, and `copies`: slots of states that are
+            copied after them, (from, to). None: the model's layers keep none.
     """
 
     token_ids: np.ndarray
@@ -66,6 +68,8 @@ class StepInputs:
     score_rows: np.ndarray
     scores: list[ScoreSpan]
     shared_read_tokens: int
+    states: StateRows | None = None
+    copies: Seq[tuple[int, int]] = ()
 
     def advance(self, new_pages: NewPages) -> None:
         """Make the inputs of decodes those of the next step, in place: each row goes one token
@@ -76,6 +80,8 @@ class StepInputs:
         plan.row_position[:] += 1
         plan.runs[:count, RUN_LEN] += 1
         plan.spans[:count, END] += 1
+        if self.states is not None:
+            self.states.position[:] += 1
         if len(new_pages.runs):
             self.slots[new_pages.runs] = new_pages.pages * plan.page_size
             at = plan.runs[new_pages.runs, RUN_PAGES] + new_pages.page_index
@@ -232,6 +238,9 @@ class _ChunkLayout(_Layout):
         self.scores: list[ScoreSpan] = []
         self.score_rows = [np.zeros(0, np.int64)]
         self._num_score_rows = 0
+        self._states = decodes.states
+        self._parts: list[tuple[int, int, int, int, int]] = []  # columns of `StateRows`
+        self._copies: list[tuple[int, int]] = []
 
     def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
         """Add rows of a sequence, which see its imports from each one's first row on."""
@@ -247,6 +256,14 @@ class _ChunkLayout(_Layout):
                 break
             self._add_run(run, a, b)
         self._add_logits(chunk)
+        if chunk.state is not None:
+            state = chunk.state
+            self._parts.append((self.num_rows, b - a, a, state.source, state.target))
+            self._copies += [(state.target, slot) for slot in state.copies]
+            if state.again:  # nothing reads what they write
+                slots, rows = np.concatenate(self.slots), self.num_rows
+                slots[rows : rows + state.again] = path[0].scratch_slot
+                self.slots = [slots]
         self.num_rows += b - a
 
     def add_module(self, chunk: Chunk) -> None:
@@ -300,4 +317,12 @@ class _ChunkLayout(_Layout):
             np.concatenate(self.score_rows),
             self.scores,
             self.shared_read_tokens,
+            None if self._states is None else _joined(self._states, self._parts),
+            self._copies,
         )
+
+
+def _joined(decodes: StateRows, parts: list[tuple[int, int, int, int, int]]) -> StateRows:
+    """Those of decodes, then `parts`, by their columns."""
+    table = np.concatenate((decodes.table(), np.array(parts, np.int32).reshape(-1, 5)))
+    return StateRows(*table.T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,9 +17,18 @@ from onestem.cache.storage import DiskStore
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.tiers.copies import KvCopies, copies_of
 from onestem.models.decoder import Attend, Decoder
-from onestem.models.description import LayerHeads
+from onestem.models.delta import LayerStates, StatesOf
+from onestem.models.description import DeltaRule, LayerHeads
 from onestem.models.updates import write_tensors
-from onestem.ops import Angles, AttentionImpl, Heads, PreparedAttention, allocate_pages
+from onestem.ops import (
+    Angles,
+    AttentionImpl,
+    Heads,
+    PartRows,
+    PreparedAttention,
+    StateRows,
+    allocate_pages,
+)
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
 
@@ -127,10 +137,12 @@ class Runner:
     Attributes:
         scratch_slot: a slot that is never read.
         kv_pages: K and V pages, of each layer that has its own.
-        pages: those that each layer reads.
+        pages: those that each layer with attention reads.
+        states: of each layer, inputs of the convolution and matrices (`LayerStates`).
 
     Args:
         share: `no-attention` writes K and V but attends to nothing (the ceiling).
+        num_states: slots for states of layers with the delta rule.
     """
 
     def __init__(
@@ -141,6 +153,7 @@ class Runner:
         num_pages: int,
         page_size: int,
         share: ShareMode,
+        num_states: int = 0,
     ) -> None:
         config = decoder.part
         self.decoder = decoder
@@ -154,10 +167,20 @@ class Runner:
         own = {
             layer: self._allocate(num_pages + 1, page_size, heads)
             for layer, heads in enumerate(config.heads)
-            if heads.kv_layer is None
+            if config.keeps_kv(layer)
         }
         self.kv_pages = list(own.values())
-        self.pages = [own[layer] for layer in config.kv_layers]
+        self.pages = {
+            layer: own[read]
+            for layer, read in enumerate(config.kv_layers)
+            if not config.has_state(layer)
+        }
+        rule = config.delta
+        self.states = {
+            layer: self._allocate_states(num_states, rule)
+            for layer, has_state in enumerate(() if rule is None else rule.layers)
+            if rule is not None and has_state
+        }
 
     def _allocate(self, num_pages: int, page_size: int, heads: LayerHeads) -> tuple[Tensor, Tensor]:
         allocate = partial(
@@ -171,6 +194,15 @@ class Runner:
             head_major=self.impl.head_major(heads.head_dim, self.decoder.dtype),
         )
         return allocate(), allocate()
+
+    def _allocate_states(self, num_states: int, rule: DeltaRule) -> tuple[Tensor, Tensor]:
+        device, matrices = self.decoder.device, (rule.num_value_heads, rule.key_dim, rule.value_dim)
+        return (
+            torch.empty(
+                num_states, rule.width - 1, rule.channels, dtype=self.decoder.dtype, device=device
+            ),
+            torch.empty(num_states, *matrices, dtype=torch.float32, device=device),
+        )
 
     def warm_up(self) -> None:
         """Make what would else be made in the first steps."""
@@ -202,7 +234,7 @@ class Runner:
         write_tensors(self.decoder, tensors)
 
     def _page_tensors(self) -> list[Tensor]:
-        return [tensor for pair in self.kv_pages for tensor in pair]
+        return [tensor for pair in (*self.kv_pages, *self.states.values()) for tensor in pair]
 
     def prepare(self, inputs: StepInputs, new_pages: NewPages | None) -> Any:
         """See `StepRunner.prepare`."""
@@ -247,8 +279,24 @@ class Runner:
             self.on_device(_padded(inputs.positions, spare, 0)),
             self._attend(prepared, self.on_device(slots), rows),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
+            None if inputs.states is None else self._states_of(inputs.states),
         )
+        if inputs.states is not None:
+            self._copy_states(inputs.copies)
         return self._logits(inputs, hidden, read if is_part else None)
+
+    def _states_of(self, rows: StateRows) -> StatesOf:
+        parts = PartRows.of(rows, self.decoder.device)
+        return lambda layer: LayerStates(*self.states[layer], parts)
+
+    def _copy_states(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy slots, each (from, to), after a step's rows; none is copied to and from."""
+        if not copies:
+            return
+        taken, given = self.on_device(np.array(copies, np.int64).T)
+        for pair in self.states.values():
+            for slots in pair:
+                slots[given] = slots[taken]
 
     def _logits(self, inputs: StepInputs, hidden: Tensor, read: np.ndarray | None = None) -> Logits:
         """`hidden` `[n, hidden_size]`: of the step's rows, or of those that are `read`, ascending;

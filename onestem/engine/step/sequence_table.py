@@ -73,6 +73,7 @@ class SequenceTable(Columns):
         flushed: up to which commit the sequence has its tokens.
         needs_host: 1 where each token is looked at as it comes.
         stops_at_eos: 1 where one of the model's end-of-sequence ids ends it.
+        state: slot of its recurrent state; -1: the model's layers keep none.
 
     Others:
         records: `ROW` `[size]`, how each samples; `token` is set at a launch.
@@ -91,6 +92,7 @@ class SequenceTable(Columns):
     flushed: np.ndarray
     needs_host: np.ndarray
     stops_at_eos: np.ndarray
+    state: np.ndarray
 
     def __init__(self, sampler: Sampler, eos_token_ids: Seq[int]) -> None:
         super().__init__()
@@ -126,6 +128,7 @@ class SequenceTable(Columns):
             or len(request.params.stop_token_ids) > 0
         )
         self.stops_at_eos[sid] = not request.params.ignore_eos
+        self.state[sid] = -1 if sequence.state_slot is None else sequence.state_slot.slot
         if sequence.answer.grammar is not None:
             self.masked.add(sid)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onestem.models.description import Description
-from onestem.models.families import experts, gemma, layer_norm, llama
+from onestem.models.families import delta, experts, gemma, layer_norm, llama
 from onestem.models.fields import Fields
 from onestem.models.names import TensorNames
 
@@ -24,6 +24,7 @@ class Family:
     models: str
 
 
+_DELTA = (delta.read, delta.names)
 _GEMMA4 = (gemma.read_gemma4, gemma.gemma4_names)
 
 # CodeLlama and Yi are `LlamaForCausalLM` with other sizes. MPT's makers write `MPTForCausalLM`.
@@ -43,6 +44,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names, "Qwen1.5-MoE, Qwen2-57B-A14B"),
     "Qwen3MoeForCausalLM": Family(
         experts.read_qwen, experts.names, "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    ),
+    "Qwen3NextForCausalLM": Family(*_DELTA, "Qwen3-Next"),
+    "Qwen3_5ForCausalLM": Family(*_DELTA, "Qwen3.5, the text part alone"),
+    "Qwen3_5MoeForCausalLM": Family(*_DELTA, "Qwen3.5 and 3.6 with experts, the text part alone"),
+    "Qwen3_5ForConditionalGeneration": Family(*_DELTA, "Qwen3.5 0.8B to 27B, for text"),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        *_DELTA, "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, for text"
     ),
     "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names, "OLMoE"),
     "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names, "gpt-oss 20B and 120B"),
@@ -89,7 +97,6 @@ _REASONS = {
     "Moe": "experts",
     "Mamba": "recurrent layers",
     "Jamba": "recurrent layers",
-    "Next": "recurrent layers",
     "Recurrent": "recurrent layers",
     "Rwkv": "recurrent layers",
     "T5": "an encoder",

@@ -38,7 +38,7 @@ def read_qwen(fields: Fields, architecture: str) -> Description:
         num=fields.positive(num, 128 if newer else 60),
         top_k=fields.positive("num_experts_per_tok", 8 if newer else 4),
         intermediate_size=fields.positive("moe_intermediate_size", 768 if newer else 1408),
-        layers=_sparse_layers(fields),
+        layers=sparse_layers(fields),
         normalized=fields.boolean("norm_topk_prob", False),
         shared_size=0 if newer else fields.positive("shared_expert_intermediate_size", 5632),
         shared_gate=not newer,
@@ -53,7 +53,8 @@ def read_qwen(fields: Fields, architecture: str) -> Description:
     )
 
 
-def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Layers of a Qwen model that have experts."""
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise fields.wrong("mlp_only_layers", "a list of layers")
@@ -154,6 +155,14 @@ _NAMES = {
     Role.EXPERT_UP: "mlp.experts.{}.up_proj",
     Role.EXPERT_DOWN: "mlp.experts.{}.down_proj",
 }
+# The same, and of a shared one.
+SHARED_NAMES: dict[Role, str] = {
+    **_NAMES,
+    Role.SHARED_GATE: "mlp.shared_expert.gate_proj",
+    Role.SHARED_UP: "mlp.shared_expert.up_proj",
+    Role.SHARED_DOWN: "mlp.shared_expert.down_proj",
+    Role.SHARED_FACTOR: "mlp.shared_expert_gate",
+}
 # What the families name otherwise, or have beside.
 _OTHERS: dict[str, dict[Role, str]] = {
     "MixtralForCausalLM": {
@@ -161,12 +170,7 @@ _OTHERS: dict[str, dict[Role, str]] = {
         Role.EXPERT_UP: "mlp.experts.{}.w3",
         Role.EXPERT_DOWN: "mlp.experts.{}.w2",
     },
-    "Qwen2MoeForCausalLM": {
-        Role.SHARED_GATE: "mlp.shared_expert.gate_proj",
-        Role.SHARED_UP: "mlp.shared_expert.up_proj",
-        Role.SHARED_DOWN: "mlp.shared_expert.down_proj",
-        Role.SHARED_FACTOR: "mlp.shared_expert_gate",
-    },
+    "Qwen2MoeForCausalLM": SHARED_NAMES,
     "GptOssForCausalLM": {Role.ROUTER: "mlp.router", Role.SINKS: "self_attn.sinks"},
     "Glm4MoeForCausalLM": {
         Role.SHARED_GATE: "mlp.shared_experts.gate_proj",

@@ -1,0 +1,191 @@
+"""Recurrent states of sequences: where each begins, and where snapshots are taken.
+
+A prompt begins at the deepest snapshot on its path. Rows below it whose keys and values are there
+are computed again for the state alone. A snapshot is taken where a second prompt leaves what it
+shares, and at the ends of an interactive prompt and its answer. One sequence takes it
+(`Run.maker`): its chunk ends there, and others of that path wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onestem.cache import PrefixCache, Run, StatePool, StateSlot
+from onestem.engine.sequence import Chunk, Sequence, StateRun
+
+LEAST_TOKENS = 16  # from one snapshot to the next: fewer are computed again
+
+
+@dataclass(eq=False, repr=False)
+class States:
+    """Gives sequences their slots, and decides where snapshots are taken.
+
+    Attributes:
+        promised: sequences that will fork from running prompts, a slot each.
+    """
+
+    _cache: PrefixCache
+    pool: StatePool
+    promised: int = 0
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot; False: too few are left."""
+        if self.pool.num_available <= self.promised + sequence.num_forks:
+            return False
+        slot = self.pool.take()
+        if slot is None:
+            return False
+        sequence.state_slot = StateSlot(slot)
+        self.promised += sequence.num_forks
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, chunk: Chunk) -> None:
+        """Give a sequence that goes on beside its parent a copy of the state after a chunk."""
+        mine, slot = parent.state_slot, self.pool.take(after_rows=True)
+        assert mine is not None
+        assert slot is not None  # it was promised
+        assert chunk.state is not None
+        self.promised -= 1
+        child.state_slot = StateSlot(slot, slot, mine.at, is_begun=True)
+        chunk.state.copies.append(slot)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take the slot of a sequence that gives up its pages. It becomes a snapshot where others
+        may go on from the last token that is in it."""
+        mine, sequence.state_slot = sequence.state_slot, None
+        if mine is None:
+            return
+        self.promised -= sequence.num_forks
+        run = self._last(sequence, mine)
+        if run is None:
+            self.pool.give(mine.slot)
+        else:
+            self.pool.keep(run, mine.slot, _above(run))
+
+    def _last(self, sequence: Sequence, mine: StateSlot) -> Run | None:
+        """The run whose last token is the last one in a state; None: nobody may go on from it. (The
+        rest of the run is cut off when its last holder leaves.)"""
+        reason, run = sequence.finish_reason, sequence.run
+        is_done = reason in ("stop", "length") and not _is_planned(sequence)
+        if not self._cache.enabled or not (is_done or reason is None):
+            return None
+        at = len(sequence.tokens) - 1 if mine.decodes else mine.at
+        while run is not None and run.parent is not None and run.start >= at:
+            run = run.parent
+        if at <= 0 or run is None or run.snapshot >= 0 or run.start + run.computed != at:
+            return None
+        return run if run.end == at or self._cache.may_grow(run) else None
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Note that a step failed, which may have changed a sequence's state."""
+        if sequence.state_slot is not None:
+            sequence.state_slot.at, sequence.state_slot.decodes = -1, False
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Choose where a sequence's state begins, before its first rows. False: it waits for a
+        snapshot that another sequence will take."""
+        mine, limit = sequence.state_slot, sequence.match_limit
+        assert mine is not None
+        if self._cache.enabled:
+            self._mark(sequence)
+        found: Run | None = None
+        path = sequence.path(self._cache.tree.num_splits)
+        for run in path:
+            if run.end > limit or run.maker is sequence:
+                break
+            if run.snapshot >= 0 and self.pool.is_there(run):
+                found = run
+            elif run.snapshot >= 0 or run.maker is not None:
+                return False
+        mine.source, mine.at = -1, 0
+        if found is not None:
+            mine.source, mine.at = self.pool.read(found, _above(found)), found.end
+        return True
+
+    def advance(self, sequence: Sequence, chunk: Chunk, again: int) -> None:
+        """Note that a chunk's rows, of which the first are computed `again`, are in a sequence's
+        state, and take the snapshot at its end."""
+        mine = sequence.state_slot
+        assert mine is not None
+        chunk.state = StateRun(mine.source, mine.slot, again)
+        mine.source, mine.at, mine.is_begun = mine.slot, chunk.end, True
+        path = sequence.path(self._cache.tree.num_splits)
+        run = next((run for run in path if run.end == chunk.end), None)
+        if run is None or run.maker is not sequence:
+            return
+        run.maker = None
+        if run.snapshot >= 0:  # of a sequence that left meanwhile
+            return
+        slot = self.pool.snapshot(run, _above(run), promised=self.promised)
+        if slot is not None:
+            chunk.state.copies.append(slot)
+            chunk.state.runs.append(run)
+
+    def take_back(self, chunk: Chunk) -> None:
+        """Undo `advance` for a chunk that was not launched."""
+        mine, state = chunk.sequence.state_slot, chunk.state
+        assert state is not None
+        for run in state.runs:
+            self.pool.drop(run)
+        if mine is not None:
+            mine.source, mine.at = state.source, chunk.start
+            mine.is_begun = state.source == mine.slot
+
+    def _mark(self, sequence: Sequence) -> None:
+        """Say who takes the snapshots that are wanted on a sequence's path."""
+        last = 0
+        for end in self._wanted(sequence):
+            if end - last < LEAST_TOKENS:
+                continue
+            run, last = self._ending(sequence, end), end
+            if run.snapshot < 0 and run.maker is None:
+                run.maker = _maker(run, sequence)
+
+    def _wanted(self, sequence: Sequence) -> Iterator[int]:
+        """Indices of tokens before which snapshots are wanted, ascending."""
+        state, limit = sequence.state, sequence.match_limit
+        if len(state.sequences) > 1 and not state.forked:  # their paths part there
+            yield limit
+            return
+        path = sequence.path(self._cache.tree.num_splits)
+        shared = [run for run in path if run.owner is not sequence or run.computed > 0]
+        if shared:
+            yield shared[-1].end
+        prompt = sequence.num_prompt - state.request.prefilled_tokens
+        if not sequence.score_only and prompt == len(sequence.tokens):
+            yield prompt
+
+    def _ending(self, sequence: Sequence, end: int) -> Run:
+        """The run of a sequence's path that ends before token `end`, split there if need be."""
+        path = sequence.path(self._cache.tree.num_splits)
+        run = next(run for run in path if run.end >= end)
+        return run if run.end == end else self._cache.split(run, end - run.start)
+
+
+def _maker(run: Run, sequence: Sequence) -> Sequence:
+    """The sequence that takes a snapshot: the run's owner, unless it has passed its end."""
+    owner = run.owner
+    theirs = owner.state_slot if isinstance(owner, Sequence) else None
+    is_ahead = theirs is not None and theirs.at < run.end and not theirs.decodes
+    return owner if is_ahead and isinstance(owner, Sequence) else sequence
+
+
+def _above(run: Run) -> int:
+    """Tokens up to the snapshot above a run."""
+    above = run.parent
+    while above is not None and above.snapshot < 0:
+        above = above.parent
+    return 0 if above is None else above.end
+
+
+def _is_planned(sequence: Sequence) -> bool:
+    """Whether its prompt is one of a plan, which says where prompts part."""
+    return sequence.is_job or sequence.state.request.group is not None
+
+
+def most_sequences(asked: int | None, pool: StatePool | None) -> int | None:
+    """Maximum sequences that are admitted: each has a state. `asked`: by the options."""
+    if pool is None:
+        return asked
+    return pool.num_slots if asked is None else min(asked, pool.num_slots)

@@ -1,0 +1,200 @@
+"""Models whose layers keep a recurrent state: where a state begins changes no answer."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+import torch
+
+from onestem.errors import RequestError
+from onestem.request import Request, SamplingParams
+from onestem.scores import completion_tree
+from tests.engine.harness import (
+    TOLERANCE,
+    answer,
+    assert_idle,
+    check,
+    make_engine,
+    oracle_logprobs,
+    record_logprobs,
+    requests_for,
+    shared_prompts,
+    watch_logits,
+)
+from tests.soak import one_in
+
+SHARES = ("full", "storage", "off")
+FAMILIES = ("qwen3_5", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("share", "chunk", "page_size"), one_in(3, SHARES, (1, 7, 4096), (1, 16, 64))
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
+    check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3, 5])
+@pytest.mark.parametrize("share", SHARES)
+def test_few_states(tiny, expected, share, num_states):
+    engine = check(
+        tiny("qwen3_5"), expected("qwen3_5"), share=share, num_states=num_states, max_step_tokens=48
+    )
+    assert engine.cache.states.num_snapshots <= num_states
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_small_pool_sets_back(tiny, expected, page_size, share):
+    check(
+        tiny("qwen3_5"),
+        expected("qwen3_5"),
+        share=share,
+        page_size=page_size,
+        num_pages=96 // page_size,
+        max_step_tokens=64,
+    )
+
+
+def test_set_back_happens_and_changes_nothing(tiny):
+    path, prompts, outputs = tiny("qwen3_5"), shared_prompts()[:6], {}
+    for pages in (4096, 12):
+        engine = make_engine(path, num_pages=pages, page_size=16)
+        seen = record_logprobs(engine)
+        found = answer(engine, requests_for(prompts, max_tokens=90))
+        outputs[pages] = found, seen, engine.stats.num_preempted
+    assert outputs[4096][2] == 0
+    assert outputs[12][2] > 0
+    for key, output in outputs[4096][0].items():
+        assert output.outputs[0].token_ids == outputs[12][0][key].outputs[0].token_ids
+    for key, values in outputs[4096][1].items():
+        assert (values - outputs[12][1][key]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order(tiny, expected, seed):
+    order = list(range(len(shared_prompts())))
+    random.Random(seed).shuffle(order)
+    check(tiny("qwen3_next"), expected("qwen3_next"), order=order, max_step_tokens=23)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("share", ["full", "off"])
+def test_n_shares_the_prompt(tiny, n, share):
+    """Forks go on from copies of one state."""
+    engine = make_engine(tiny("qwen3_5"), share=share, num_states=n + 1)
+    seen = record_logprobs(engine)
+    prompt = shared_prompts()[0]
+    request = requests_for([prompt], max_tokens=8, n=n, temperature=1.0, seed=7)[0]
+    output = answer(engine, [request])["0"]
+    assert len({tuple(o.token_ids) for o in output.outputs}) > 1
+    for completion in output.outputs:
+        want = oracle_logprobs(tiny("qwen3_5"), prompt + completion.token_ids)
+        for step in range(1, 8):
+            index = len(prompt) - 1 + step
+            assert (seen["0", completion.index, index] - want[index]).abs().max() < TOLERANCE
+    assert engine.stats.processed_prompt_tokens == len(prompt) * (n if share == "off" else 1)
+
+
+def test_more_sequences_than_states(tiny):
+    engine = make_engine(tiny("qwen3_5"), num_states=3)
+    (request,) = requests_for([[5, 6, 7]], n=4)
+    with pytest.raises(
+        RequestError, match="n is 4, and KV memory holds 3 recurrent states: lower n"
+    ):
+        engine.add_request(request)
+
+
+def test_a_conversation_goes_on_from_its_answers(tiny):
+    """Each turn computes what is new, and the answer's last token."""
+    engine, tokens = make_engine(tiny("qwen3_5")), shared_prompts()[7]
+    for turn in range(4):
+        (request,) = requests_for([tokens], max_tokens=20)
+        output = answer(engine, [request])["0"]
+        new = len(tokens) if turn == 0 else 31
+        assert output.metrics.num_computed_tokens == new
+        assert output.metrics.num_cached_tokens == len(tokens) - new
+        tokens = tokens + output.outputs[0].token_ids + shared_prompts(turn + 5)[7][:30]
+
+
+def test_the_third_prompt_begins_where_the_first_two_part(tiny):
+    engine, prompts = make_engine(tiny("qwen3_5")), shared_prompts()[:3]
+    computed = [
+        answer(engine, requests_for([prompt]))["0"].metrics.num_computed_tokens
+        for prompt in prompts
+    ]
+    assert computed == [len(prompts[0]), len(prompts[1]), len(prompts[2]) - 54]
+
+
+class Traffic:
+    """Random requests, all of whose rows are compared with the oracle's."""
+
+    def __init__(self, path, seed, **options):
+        self.path, self.chance = path, random.Random(seed)
+        self.engine = make_engine(path, **options)
+        self.rows: list[tuple[object, int, torch.Tensor]] = []
+        watch_logits(self.engine, lambda *row: self.rows.append(row))
+        self.names = map(str, count())
+        self.heads = [self.draw(n) for n in (20, 40)]
+
+    def draw(self, length):
+        return [self.chance.randrange(3, 270) for _ in range(length)]
+
+    def request(self):
+        prompt, kind = [], self.chance.random()
+        if self.chance.random() < 0.8:
+            prompt = list(self.chance.choice(self.heads))
+            prompt = prompt[: self.chance.choice([len(prompt), 33, 17])]
+        prompt += self.draw(self.chance.randrange(1, 30))
+        params = SamplingParams(
+            max_tokens=self.chance.randrange(1, 12),
+            temperature=self.chance.choice([0, 1.0]),
+            n=self.chance.choice([1, 1, 3]),
+            ignore_eos=True,
+            seed=1,
+        )
+        extra = {}
+        if kind < 0.2:
+            params, extra = params.replace(n=1), {"score_from": self.chance.randrange(1, 20)}
+        elif kind < 0.4:
+            _, paths = completion_tree([self.draw(length) for length in (1, 4, 4)])
+            extra["paths"] = tuple(paths)
+        if self.chance.random() < 0.4:
+            extra["priority"] = "job"
+        if self.chance.random() < 0.3 and len(prompt) < 50:
+            self.heads.append(prompt)
+        name = next(self.names)
+        return Request(request_id=name, prompt_token_ids=prompt, params=params, **extra)
+
+    def run(self, steps):
+        engine, ids = self.engine, []
+        for _ in range(steps):
+            if self.chance.random() < 0.35:
+                request = self.request()
+                ids.append(request.request_id)
+                engine.add_request(request)
+            if ids and self.chance.random() < 0.04:
+                engine.abort(self.chance.choice(ids))
+            if engine.has_unfinished():
+                engine.step()
+            engine.check()
+        while engine.has_unfinished():
+            engine.step()
+            engine.check()
+        assert_idle(engine)
+        known = {}
+        for sequence, index, values in self.rows:
+            ids = tuple(sequence.tokens)
+            if ids not in known:
+                known[ids] = oracle_logprobs(self.path, ids)
+            assert (values - known[ids][index]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_traffic(tiny, seed):
+    sizes = [(4096, 64), (24, 6), (40, 4)][seed % 3]
+    options = {"num_pages": sizes[0], "num_states": sizes[1], "page_size": [16, 4][seed % 2]}
+    Traffic(tiny("qwen3_5"), seed, max_step_tokens=[48, 11][seed % 2], **options).run(150)
