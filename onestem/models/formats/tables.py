@@ -42,6 +42,8 @@ class PackedTable:
 class PackedHead(Head):
     """Logits on a CPU, of whole numbers."""
 
+    deterministic = False
+
     def __init__(self, codes: CpuCodes, layout: Layout, bias: Tensor | None = None) -> None:
         """codes `[vocab_size, hidden_size]`, bias `[vocab_size]`; layout: of the other weights."""
         self.layout, self.bias = layout, bias
