@@ -4,9 +4,9 @@
 nothing in each segment, and folds the segments' states from left to right. `fold_kernel` goes on
 where a row's segments are in several items: states are not normalised, and folded by the same
 operations. A tile that a row does not see leaves its state's bits alone. All items have tiles of
-one shape, so that a row's products and sums are the same instructions whatever is beside it; and no
-operations are contracted but those that are written as `fma`, since the compiler might do so in one
-place and not in another.
+one shape, so that a row's products and sums are the same instructions whatever is beside it. No
+operations are contracted but those that are written as `fma`: the compiler might do so in one place
+and not in another.
 """
 
 from __future__ import annotations

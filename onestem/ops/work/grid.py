@@ -4,7 +4,7 @@ Segments of positions are the same for all rows (`SEGMENT`). A row's result is t
 segments' states from left to right, and a kernel walks a segment in tiles that lie at multiples of
 their size. So it makes no difference which item computes a segment. Rows that see the same whole
 segments walk them together: in one item from their first one on, which folds them itself, and
-behind that in an item each. What a row sees besides is its own: one item, or one for each segment.
+after that in an item each. What a row sees besides is its own: one item, or one for each segment.
 
 `GridUnits` in `csrc/work.cpp` divides a CPU's plans so: `tests/ops/test_grid_work.py` compares.
 """
@@ -172,7 +172,7 @@ def _units(seen: _Seen, together: np.ndarray) -> _Units:
     begin[atoms] = seen.start[seen.first[atoms]]
     shared_to = begin.copy()
     start, stop, atom, members, count = _shared(seen, together, shared_to)
-    # Of each atom: all that it sees, or each segment behind what it shares.
+    # Of each atom: all that it sees, or each segment after what it shares.
     end = seen.stop[seen.first[atoms + 1] - 1]
     shares = shared_to[atoms] > begin[atoms]
     number = segment_of(shared_to[atoms])
