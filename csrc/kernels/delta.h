@@ -144,7 +144,7 @@ class DeltaRows {
   }
   void fetch_some() {
     for (int32_t i = smaller(each_, lines_); i > 0; --i, --lines_, ahead_ += kLine) {
-      __builtin_prefetch(ahead_, 0, 2);
+      __builtin_prefetch(ahead_, 0, 3);
     }
   }
 
@@ -173,25 +173,21 @@ class DeltaRows {
           by_q[i] = fma(some_q, x, by_q[i]);
         }
       }
-      for (int32_t i = 0; i < kVecs; ++i) {
-        const int32_t n = left(v + i);
-        const vf value = get(values(row) + (v + i) * kLanes, n);
-        const vf change = beta * (value - fade * by_k[i]);
-        store(change_ + (v + i) * kLanes, change);
-        put(out(row) + (v + i) * kLanes, fma(score, change, fade * by_q[i]), n);
-      }
-    });
-    for_panels<kRowVecs>(width_ / kLanes, [&](int32_t v, auto vecs) {
-      constexpr int32_t kVecs = decltype(vecs)::value;
       vf change[kVecs];
-      for (int32_t i = 0; i < kVecs; ++i) change[i] = load(change_ + (v + i) * kLanes);
-      for (int32_t s = 0; s < call_.dk; ++s) {
+#pragma GCC unroll 8
+      for (int32_t i = 0; i < kVecs; ++i) {
+        const int32_t d = (v + i) * kLanes, n = left(v + i);
+        change[i] = beta * (get(values(row) + d, n) - fade * by_k[i]);
+        put(out(row) + d, fma(score, change[i], fade * by_q[i]), n);
+      }
+      line = from + v * kLanes;
+      float* after = to + v * kLanes;
+      for (int32_t s = 0; s < call_.dk; ++s, line += width_, after += width_) {
         fetch_some();
         const vf some = all(k[s]);
-        const int64_t at = int64_t{s} * width_ + v * kLanes;
 #pragma GCC unroll 8
         for (int32_t i = 0; i < kVecs; ++i) {
-          store(to + at + i * kLanes, fma(some, change[i], fade * load(from + at + i * kLanes)));
+          store(after + i * kLanes, fma(some, change[i], fade * load(line + i * kLanes)));
         }
       }
     });
@@ -307,7 +303,7 @@ class DeltaRows {
         const int32_t rows = smaller(kTileRows, call_.dk - s);
         for (int32_t r = 0; r < rows; ++r) {
           const int64_t at = int64_t{s + r} * width_ + v * kLanes;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int32_t i = 0; i < kVecs; ++i) {
             store(to + at + i * kLanes, fma(all(fade), load(from + at + i * kLanes), sums[r][i]));
           }

@@ -542,11 +542,10 @@ class TritonDelta(DeltaOps):
 
 
 def _scan_columns(states: int, dv: int, device: torch.device) -> int:
-    """The widest pieces of states that leave no multiprocessor idle, or else the narrowest."""
+    """The widest pieces of states that keep most multiprocessors busy, or else the narrowest."""
     sms = 1
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    most = max(16, triton.next_power_of_2(dv))
-    sizes = [size for size in _SCAN_COLUMNS if size <= most]
-    full = [size for size in sizes if states * triton.cdiv(dv, size) >= sms]
-    return full[0] if full else sizes[-1]
+    sizes = [size for size in _SCAN_COLUMNS if size <= max(16, triton.next_power_of_2(dv))]
+    busy = [size for size in sizes if states * triton.cdiv(dv, size) >= 0.75 * sms]
+    return busy[0] if busy else sizes[-1]
