@@ -62,7 +62,7 @@ def rows_of(*parts: tuple[int, int, int, int]) -> StateRows:
 
 
 # A decode, padding, a prompt from its beginning, forks of one state in and across chunks, a part of
-# few rows, and one that fills its chunks.
+# few rows, one that fills its chunks, and one that begins with a chunk's last row.
 MIXED = rows_of(
     (1, 700, 0, 0),
     (0, 0, -1, -1),
@@ -72,8 +72,9 @@ MIXED = rows_of(
     (130, 37, 1, 5),
     (3, 63, 6, 6),
     (2 * CHUNK, 128, 7, 7),
+    (70, 63, 8, 8),
 )
-SLOTS = 9
+SLOTS = 10
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -222,8 +223,11 @@ def test_gates_and_norm(name: str, dtype: torch.dtype) -> None:
 
 def test_chunks_count_from_position_0() -> None:
     chunks, scans = MIXED.chunks()
-    assert scans.tolist() == [[2, 0, 2], [4, 2, 1], [5, 3, 3], [7, 6, 2]]
-    part, row = [2, 2, 4, 5, 5, 5, 7, 7], [1, 65, 72, 44, 108, 172, 214, 278]
+    assert scans.tolist() == [[2, 0, 2], [4, 2, 1], [5, 3, 3], [7, 6, 2], [8, 8, 3]]
+    part, row = (
+        [2, 2, 4, 5, 5, 5, 7, 7, 8, 8, 8],
+        [1, 65, 72, 44, 108, 172, 214, 278, 279, 343, 407],
+    )
     assert chunks.T.tolist() == [part, row]
 
 

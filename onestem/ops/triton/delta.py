@@ -73,17 +73,18 @@ def _causal_conv(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (part of few rows, or chunk; block of channels)."""
+    """Program (part, or chunk; block of channels). A part's takes its first rows, which alone may
+    need the state, and writes the state; a chunk's takes the others."""
     wait_for_launch(DEPENDENT)
     part, chunk = tl.program_id(0), tl.program_id(0) - num_parts
     is_chunk = chunk >= 0
     if is_chunk:
         part = tl.load(chunks + chunk * 2)
     first, end, source, target = _part_of(parts, part)
-    begin, stop = first, tl.where(end - first > _FEW, first, end)
+    begin, stop = first, tl.minimum(first + _FEW, end)
     if is_chunk:
         base = tl.load(chunks + chunk * 2 + 1)
-        begin, stop = tl.maximum(base, first), tl.minimum(base + CHUNK, end)
+        begin, stop = tl.maximum(base, first + _FEW), tl.minimum(base + CHUNK, end)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
     for start in range(begin, stop, ROWS):
@@ -98,7 +99,7 @@ def _causal_conv(
         to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
         mask = (row < stop)[:, None] & inside[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=mask)
-    if (begin == first) & (stop > begin):
+    if (chunk < 0) & (stop > begin):
         i = tl.arange(0, ROWS)
         last = _inputs(
             x, states, end - KEEP + i, first, end, source, at, inside, stride, channels, KEEP
@@ -384,7 +385,11 @@ class TritonDelta(DeltaOps):
         """See `DeltaOps`."""
         check_conv(x, weight, states)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        pieces = len(rows.parts) + len(rows.chunks)
+        pieces, keep = len(rows.parts) + len(rows.chunks), weight.shape[1] - 1
+        if keep > FEW_ROWS:
+            raise UnsupportedError(
+                f"a convolution over {keep + 1} rows, expected at most {FEW_ROWS + 1}"
+            )
         if pieces:
             _causal_conv[(pieces, triton.cdiv(x.shape[1], _CONV_BLOCK))](
                 x,
@@ -396,7 +401,7 @@ class TritonDelta(DeltaOps):
                 len(rows.parts),
                 x.stride(0),
                 x.shape[1],
-                KEEP=weight.shape[1] - 1,
+                KEEP=keep,
                 CHUNK=CHUNK,
                 ROWS=_CONV_ROWS,
                 BLOCK=_CONV_BLOCK,
