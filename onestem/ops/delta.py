@@ -33,11 +33,13 @@ class PartRows:
     Attributes:
         parts: int32 `[num_parts, 5]`: `StateRows.table`.
         chunks, scans: as `StateRows.chunks` gives them.
+        num_rows: in all parts; -1: not known to the host.
     """
 
     parts: Tensor
     chunks: Tensor
     scans: Tensor
+    num_rows: int = -1
 
     @staticmethod
     def of(rows: StateRows, device: torch.device) -> PartRows:
@@ -45,13 +47,19 @@ class PartRows:
         tables = (rows.table(), *rows.chunks())
         words = on_device(np.concatenate([table.ravel() for table in tables]), device)
         pieces = words.split([table.size for table in tables])
-        return PartRows(*(x.view(t.shape) for x, t in zip(pieces, tables, strict=True)))
+        parts, chunks, scans = (x.view(t.shape) for x, t in zip(pieces, tables, strict=True))
+        return PartRows(parts, chunks, scans, int(rows.count.sum()))
 
     @staticmethod
     def decodes(parts: Tensor) -> PartRows:
         """Of a table on a device whose parts have at most `FEW_ROWS` rows each; it may be filled
         again between replays of a graph."""
         return PartRows(parts, parts.new_empty(0, 2), parts.new_empty(0, 3))
+
+    def memory(self, x: Tensor) -> Tensor:
+        """For results of x's shape: zeros, where rows may be in no part."""
+        whole = self.num_rows == len(x)
+        return (torch.empty if whole else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
 
     @cached_property
     def listed(self) -> np.ndarray:
@@ -64,7 +72,7 @@ class PartRows:
 class DeltaOps:
     """The operations in PyTorch; devices with kernels have subclasses. Arithmetic is float32, and
     each result is rounded once. Rows of the arguments may be parts of wider ones: any stride
-    between rows, none within."""
+    between rows, none within. Results of rows that are in no part are zeros."""
 
     name: str = "torch"
 
@@ -99,7 +107,7 @@ class DeltaOps:
         offset = np.arange(len(part)) - np.repeat(np.cumsum(parts[:, 1]) - parts[:, 1], parts[:, 1])
         taps, last = places(part, offset), places(index, parts[:, 1])[:, :-1]
         sums = sum(inputs[taps[:, i]].float() * weight[:, i].float() for i in range(keep + 1))
-        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        out = rows.memory(x)
         out[taps[:, -1]] = F.silu(torch.as_tensor(sums)).to(x.dtype)
         states[torch.from_numpy(parts[:, 4]).long().to(x.device)] = inputs[last]
         return out
@@ -132,7 +140,7 @@ class DeltaOps:
             `[n, value_heads, dv]`, v's dtype.
         """
         check_delta(q, k, v, decay, beta, states)
-        out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        out = rows.memory(v)
         parts = rows.listed
         few = parts[parts[:, 1] <= FEW_ROWS]
         if len(few):

@@ -246,6 +246,20 @@ def test_wrong_rows_are_refused(parts: list[tuple[int, int, int, int]], message:
 
 
 @every_ops
+@pytest.mark.parametrize("count", [1, 20])
+def test_rows_in_no_part_are_zeros(name: str, count: int) -> None:
+    inputs, states = Inputs.drawn(30, (1, 2, 32, 16), torch.float32), drawn(1, 2, 32, 16)
+    x, before = drawn(30, 8), drawn(1, 3, 8)
+    rows = rows_of((count, 0, 0, 0))
+    for got in (
+        run(name, inputs, states, rows),
+        OPS[name].causal_conv(x, drawn(8, 4), before, rows),
+    ):
+        assert not got[count:].any()
+        assert got[:count].any(-1).all()
+
+
+@every_ops
 def test_wrong_shapes_are_refused(name: str) -> None:
     ops, rows = OPS[name], rows_of((4, 0, -1, 0))
     inputs = Inputs.drawn(4, (2, 4, 16, 32), torch.float32)

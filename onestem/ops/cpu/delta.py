@@ -27,7 +27,7 @@ class CpuDelta(DeltaOps):
         """See `DeltaOps`."""
         check_conv(x, weight, states)
         _check_kind(x, weight)
-        weight, out = weight.t().contiguous(), x.new_empty(x.shape)
+        weight, out = weight.t().contiguous(), rows.memory(x)
         inside = native().causal_conv(
             checked_isa(self.isa),
             DTYPES[x.dtype],
@@ -58,7 +58,7 @@ class CpuDelta(DeltaOps):
         """See `DeltaOps`."""
         check_delta(q, k, v, decay, beta, states)
         _check_kind(v)
-        out = v.new_empty(v.shape)
+        out = rows.memory(v)
         inside = native().delta_rule(
             checked_isa(self.isa),
             DTYPES[v.dtype],

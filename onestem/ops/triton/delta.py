@@ -384,7 +384,7 @@ class TritonDelta(DeltaOps):
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: PartRows) -> Tensor:
         """See `DeltaOps`."""
         check_conv(x, weight, states)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = rows.memory(x)
         pieces, keep = len(rows.parts) + len(rows.chunks), weight.shape[1] - 1
         if keep > FEW_ROWS:
             raise UnsupportedError(
@@ -445,7 +445,7 @@ class TritonDelta(DeltaOps):
         _, heads, dk, dv = states.shape
         if dk > 256:
             raise UnsupportedError(f"heads of {dk} in keys, expected at most 256 on a GPU")
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = rows.memory(v)
         strides = q.stride(0), k.stride(0), v.stride(0)
         sizes = heads, heads // k.shape[1], dk, dv
         scale, options = dk**-0.5, dependent_launch(v.device)
