@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 
-from onestem.engine.tiers.copies import PARTS_AHEAD, _ByStream, _parts
+from onestem.engine.tiers import copies
+from onestem.engine.tiers.copies import PARTS_AHEAD, _ByStream, _GpuCopies, _parts
+from onestem.ops.kv import allocate_pages, read_kv
 
 
 class Event:
@@ -82,3 +87,68 @@ def test_what_failed_is_not_taken_for_copied():
         copy.wait()
     copy.wait()
     assert list(events) == list(range(PARTS_AHEAD + 3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_tiers_gpu has the streams")
+def test_what_goes_out_comes_back_in_parts(monkeypatch):
+    """Rows of three pieces, a few at a time; the order of calls stands in for streams."""
+    pytest.importorskip("onestem.ops.triton.page_rows")
+    monkeypatch.setattr(copies, "PART_BYTES", 5 * 2 * 3 * 8 * 4)  # five rows
+    monkeypatch.setattr(copies, "PARTS_AHEAD", 2)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Ended)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: one)
+    monkeypatch.setattr(copies, "PinnedArena", NoArena)
+    every = [allocate_pages(9, 4, 3, 8, dtype=torch.float32, device="cpu") for _ in range(2)]
+    for pages in every:
+        pages.copy_(torch.randn(pages.shape))
+    before = [pages.clone() for pages in every]
+    moved = _GpuCopies(every, 0)
+    order = np.random.default_rng(0).permutation(36)
+    slots = [order[:13], order[13:20], order[20:33]]
+    rows, wait = moved.out(slots)
+    wait()
+    for pages in every:
+        pages.fill_(7.0)
+    copy = moved.into([copies.Part(kv, 1, at[1:]) for kv, at in zip(rows, slots, strict=True)])
+    copied = torch.from_numpy(np.concatenate([at[1:] for at in slots]))
+    assert bool((read_kv(every[0], torch.from_numpy(slots[2])) == 7.0).all())  # two parts so far
+    while not copy.done():
+        pass
+    moved.close()
+    kept = torch.from_numpy(np.setdiff1d(np.arange(36), copied.numpy()))
+    for pages, old in zip(every, before, strict=True):
+        assert torch.equal(read_kv(pages, copied), read_kv(old, copied))
+        assert bool((read_kv(pages, kept) == 7.0).all())
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+
+class Ended(Event):
+    """Of what has ended when it is recorded."""
+
+    def record(self, stream):
+        self.ended = True
+
+
+class NoArena:
+    def __init__(self, budget):
+        pass
+
+    def take(self, shape, dtype):
+        return torch.empty(shape, dtype=dtype)
+
+    def close(self):
+        pass
