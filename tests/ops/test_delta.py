@@ -42,6 +42,8 @@ class There:
     def _moved(self, x: Any) -> Any:
         if isinstance(x, StateRows):
             return PartRows.of(x, self._device)
+        if isinstance(x, PartRows):
+            return PartRows.decodes(x.parts.to(self._device))
         return x.to(self._device) if isinstance(x, Tensor) else x
 
 
@@ -187,6 +189,32 @@ def test_extreme_decays(name: str, rows: int, decay: float) -> None:
 
 
 @every_ops
+def test_keys_that_are_alike(name: str) -> None:
+    """As of one token again and again: each row takes back most of what the one before it wrote."""
+    inputs = Inputs.drawn(200, (1, 2, 32, 16), torch.float32)
+    inputs.k.mul_(0.02).add_(inputs.k[:1].clone())
+    inputs.decay.mul_(1e-3)
+    inputs.beta.fill_(0.999)
+    states = torch.zeros(1, 2, 32, 16)
+    exact, after = reference_rule(*inputs.all(), states, rows_of((200, 0, -1, 0)))
+    assert_near(run(name, inputs, states, rows_of((200, 0, -1, 0))), exact)
+    assert_near(states, after)
+
+
+@every_ops
+def test_a_table_may_be_filled_again(name: str) -> None:
+    """As between replays of a graph: fewer parts leave padding, whose slots are not touched."""
+    inputs, states = Inputs.drawn(3, (1, 2, 32, 16), torch.float32), drawn(4, 2, 32, 16, seed=3)
+    rows = PartRows.decodes(torch.zeros(3, 5, dtype=torch.int32))
+    for parts in ([(1, 7, 2, 2), (1, 9, 0, 1)], [(1, 8, 2, 2), (1, 10, 1, 1), (1, 0, -1, 3)]):
+        step = rows_of(*parts)
+        rows.parts.zero_()[: len(parts)] = torch.from_numpy(step.table())
+        exact, after = reference_rule(*inputs.all(), states, step)
+        assert_near(OPS[name].delta_rule(*inputs.all(), states, rows), exact)
+        assert_near(states, after)
+
+
+@every_ops
 @every_dtype
 @pytest.mark.parametrize("channels", [7, 96])
 def test_causal_conv(name: str, dtype: torch.dtype, channels: int) -> None:
@@ -295,3 +323,23 @@ def test_nothing_to_do(name: str) -> None:
     inputs, before = Inputs.drawn(0, (2, 4, 16, 32), torch.float32), states.clone()
     assert run(name, inputs, states, rows_of()).shape == (0, 4, 32)
     assert torch.equal(states, before)
+
+
+@pytest.mark.skipif(GPU == "cpu", reason="needs a GPU")
+def test_in_a_graph() -> None:
+    """Replays take what their tables hold by then."""
+    ops, sizes = TritonDelta(), (2, 4, 128, 128)
+    inputs = [x.cuda() for x in Inputs.drawn(3, sizes, torch.bfloat16).all()]
+    states = drawn(4, 4, 128, 128).cuda()
+    rows = PartRows.decodes(torch.zeros(3, 5, dtype=torch.int32, device="cuda"))
+    ops.delta_rule(*inputs, states, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.delta_rule(*inputs, states, rows)
+    for parts in ([(1, 7, 2, 2), (1, 9, 0, 1)], [(1, 8, 2, 2), (1, 10, 1, 1), (1, 0, -1, 3)]):
+        step, before = rows_of(*parts), states.clone()
+        rows.parts.zero_()[: len(parts)] = torch.from_numpy(step.table()).cuda()
+        graph.replay()
+        want = ops.delta_rule(*inputs, before, PartRows.of(step, torch.device("cuda")))
+        assert torch.equal(out, want)
+        assert torch.equal(states, before)
