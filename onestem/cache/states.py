@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from onestem.cache.run import Run
 from onestem.errors import CacheError
 
+SNAPSHOT_SHARE = 0.25  # of all slots, at least
+
 
 @dataclass(slots=True, eq=False)
 class StateSlot:
@@ -58,6 +60,17 @@ class StatePool:
         return len(self._snapshots)
 
     @property
+    def most_sequences(self) -> int:
+        """Maximum sequences that have slots: others are left for snapshots."""
+        return max(1, self.num_slots - max(1, int(SNAPSHOT_SHARE * self.num_slots)))
+
+    @property
+    def num_idle(self) -> int:
+        """Slots that are free, or a snapshot's that no planned request waits for."""
+        others = (run for slot, run in self._snapshots.items() if slot not in self._written)
+        return len(self._free) + sum(not _is_needed(run) for run in others)
+
+    @property
     def num_available(self) -> int:
         """Slots that are free, or a snapshot's that could be evicted after the step's rows."""
         return len(self._free) + len(self._snapshots) - len(self._written)
@@ -101,7 +114,7 @@ class StatePool:
         worth = self._clock + run.end - above
         if not self._free:
             ranks = [self._rank(s) for s in self._snapshots if s not in self._written]
-            if not ranks or min(ranks) >= (run.is_branch and run.is_held, worth):
+            if not ranks or min(ranks) >= (_is_needed(run), worth):
                 return None
         slot = self.take(after_rows=True)
         if slot is not None:
@@ -137,8 +150,7 @@ class StatePool:
             run.snapshot = -1
 
     def _rank(self, slot: int) -> tuple[bool, float]:
-        run = self._snapshots[slot]
-        return run.is_branch and run.is_held, self._worth[slot]
+        return _is_needed(self._snapshots[slot]), self._worth[slot]
 
     def check(self, runs: Iterable[Run], held: Iterable[int]) -> None:
         """Raise `CacheError` unless each slot is free, a snapshot's of one of `runs`, or one of
@@ -150,3 +162,8 @@ class StatePool:
                 f"states do not balance: {len(self._free)} free, {len(snapshots)} snapshots of "
                 f"{len(self._snapshots)} counted, of {self.num_slots}"
             )
+
+
+def _is_needed(run: Run) -> bool:
+    """Whether planned requests wait, or are to come, for a snapshot."""
+    return run.is_branch and run.is_held

@@ -154,10 +154,10 @@ class Requests:
     def _check(self, request: Request) -> None:
         self._check_length(request)
         states = self._cache.states
-        if states is not None and request.params.n > states.num_slots:
+        if states is not None and request.params.n > states.most_sequences:
             raise RequestError(
-                f"n is {request.params.n}, and KV memory holds {states.num_slots} recurrent "
-                "states: lower n or raise kv_memory"
+                f"n is {request.params.n}, and KV memory has recurrent states for "
+                f"{states.most_sequences} sequences: lower n or raise kv_memory"
             )
         self._sampler.settings_of(request.params)
         self._check_pml(request, num_pages=self._cache.pool.num_pages - self.pins.num_pages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from onestem.planner.groups import GroupedTree
 from onestem.planner.order import depth_first
 from onestem.planner.plan import JobPlan
 from onestem.planner.prefix_tree import PrefixTree
-from onestem.planner.sort import IntArray
+from onestem.planner.sort import BoolArray, IntArray
 from onestem.request import Request
 
 # What is known of the prefix above counts as much as this many finished answers.
@@ -56,6 +57,11 @@ class RunningOrder:
             self._pending[finished] = False
             self._sampled[finished] = sampled
             self._num_noted = int((sampled >= 0).sum())
+
+    @property
+    def to_run(self) -> BoolArray:
+        """`[num_requests]` those that were not finished before."""
+        return self._pending | self._begun
 
     def note(self, request: int, tokens: int) -> None:
         """Note that a request has finished, with `tokens` sampled tokens."""
@@ -141,14 +147,34 @@ class Planned:
         """The request at a position of the plan's order."""
         return self._grouped(int(self.order.plan.order[position]))
 
+    @cached_property
+    def _left(self) -> list[int]:
+        """How many requests each node of the tree still has below it."""
+        tree = self.order.plan.tree
+        return tree.below(tree.at_home(self.order.to_run)).tolist()
+
+    def _branches(self, index: int) -> tuple[tuple[int, ...], int]:
+        """Depths of the nodes on a request's path, and at how many of them others are left."""
+        tree, node = self.order.plan.tree, int(self.order.plan.tree.home[index])
+        depths: dict[int, bool] = {}
+        while node:
+            self._left[node] -= 1
+            depth = int(tree.depth[node])
+            depths[depth] = depths.get(depth, False) or self._left[node] > 0
+            node = int(tree.parent[node])
+        return tuple(reversed(depths)), sum(depths.values())
+
     def _grouped(self, index: int) -> Request:
         request, plan = self._make(index), self.order.plan
         if request.pml is not None:  # a group shares a prefix, and modules are no prefixes
             return request
         group = int(plan.group_of[index])
         prefix = int(plan.groups.prefix_tokens[group])
+        branches, awaited = self._branches(index)
         return replace(
             request,
+            branches=branches,
+            awaited_branches=awaited,
             group=group if prefix else None,
             group_prefix_tokens=prefix,
             group_only=plan.group_only,

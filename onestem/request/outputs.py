@@ -93,6 +93,8 @@ class Reuse:
         here: the prompt's token id where the match ended.
         there: ids that are stored in its place (at most 4, of the same cache salt).
         rerendered: set where it ended inside an answer.
+        state_at: of them, those in the recurrent state that it began with; rows after these were
+            computed again. None: the model's layers keep no state.
     """
 
     matched_tokens: int
@@ -101,6 +103,7 @@ class Reuse:
     here: int | None
     there: tuple[int, ...]
     rerendered: Rerendered | None = None
+    state_at: int | None = None
 
 
 @dataclass(kw_only=True)

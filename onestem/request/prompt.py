@@ -43,6 +43,8 @@ class Request:
             answer but not before the same answer in a later prompt (an empty `<think></think>`).
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
+        branches: where planned requests part from it, as numbers of its first tokens, ascending;
+            more of them are to come to the first `awaited_branches`. None: it is not planned.
         group_only: it shares these tokens alone, and only with its group (for measuring what a plan
             saves; its modules are shared nevertheless).
     """
@@ -64,6 +66,8 @@ class Request:
     prefilled_tokens: int = 0
     group: int | None = None
     group_prefix_tokens: int = 0
+    branches: tuple[int, ...] | None = None
+    awaited_branches: int = 0
     group_only: bool = False
 
     @property

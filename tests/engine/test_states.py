@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 
 from onestem.errors import RequestError
+from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.scores import completion_tree
 from tests.engine.harness import (
@@ -17,6 +19,7 @@ from tests.engine.harness import (
     assert_idle,
     check,
     make_engine,
+    oracle_greedy,
     oracle_logprobs,
     record_logprobs,
     requests_for,
@@ -102,9 +105,7 @@ def test_n_shares_the_prompt(tiny, n, share):
 def test_more_sequences_than_states(tiny):
     engine = make_engine(tiny("qwen3_5"), num_states=3)
     (request,) = requests_for([[5, 6, 7]], n=4)
-    with pytest.raises(
-        RequestError, match="n is 4, and KV memory holds 3 recurrent states: lower n"
-    ):
+    with pytest.raises(RequestError, match="n is 4, and KV memory has recurrent states for 2 seq"):
         engine.add_request(request)
 
 
@@ -129,6 +130,86 @@ def test_the_third_prompt_begins_where_the_first_two_part(tiny):
     assert computed == [len(prompts[0]), len(prompts[1]), len(prompts[2]) - 54]
 
 
+def test_prompts_that_come_together_compute_what_they_share_once(tiny):
+    """The first one's chunk is cut where the second leaves it, in the same step."""
+    head, *own = (Traffic.some(n, n) for n in (160, *range(60, 76)))
+    engine, prompts = make_engine(tiny("qwen3_5")), [head + one for one in own]
+    seen = record_logprobs(engine)
+    answer(engine, requests_for(prompts))
+    assert engine.stats.processed_prompt_tokens == len(head) + sum(map(len, own))
+    for number, prompt in enumerate(prompts):
+        want = oracle_logprobs(tiny("qwen3_5"), prompt)[-1]
+        assert (seen[str(number), 0, len(prompt) - 1] - want).abs().max() < TOLERANCE
+
+
+def planned_prompts(groups=4, parts=1, members=16):
+    """Prompts of groups, whose prefixes part again, and what all of them together have once."""
+    head, prompts, distinct = Traffic.some(30, 0), [], 30
+    for group in range(groups):
+        document = head + Traffic.some(100, group + 1)
+        distinct += 100
+        for part in range(parts):
+            prefix = document + (Traffic.some(20, 100 + part) if parts > 1 else [])
+            distinct += len(prefix) - len(document)
+            for member in range(members):
+                prompts.append(prefix + Traffic.some(10, 1000 + member))
+                distinct += 10
+    random.Random(0).shuffle(prompts)
+    return prompts, distinct
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_states": 24},
+        {"num_pages": 60},
+        {"max_step_tokens": 64},
+        {"max_step_tokens": 64, "max_num_seqs": 5},
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_planned_job_takes_snapshots_where_prompts_part(tiny, parts, options):
+    prompts, distinct = planned_prompts(parts=parts)
+    engine = make_engine(tiny("qwen3_5"), **{"num_states": 100, **options})
+    order = RunningOrder(plan_job([np.array(prompt, np.int32) for prompt in prompts]))
+    states, held = engine.cache.states, []
+    decide = engine.scheduler.decide
+
+    def counted(draft, rows):
+        held.append(states.num_snapshots)
+        decide(draft, rows)
+
+    engine.scheduler.decide = counted
+    found = list(engine.run(planned(requests_for(prompts, max_tokens=4), order)))
+    for output in found[:: len(found) // 8]:
+        prompt = prompts[int(output.request_id)]
+        assert output.outputs[0].token_ids == oracle_greedy(tiny("qwen3_5"), prompt, 4)
+    # Groups may begin with the same few tokens, which are no branch.
+    assert distinct <= engine.stats.processed_prompt_tokens <= distinct + 16
+    branches = 1 + 4 * (1 if parts == 1 else 3)
+    assert states.num_taken == branches
+    assert max(held) <= branches
+    assert states.num_snapshots == 0
+    assert_idle(engine)
+
+
+def test_snapshots_of_a_job_are_those_that_are_still_needed(tiny):
+    """Groups run one after the other: the header's, and that of the group that runs."""
+    prompts, _ = planned_prompts()
+    engine = make_engine(tiny("qwen3_5"), max_num_seqs=3)
+    order = RunningOrder(plan_job([np.array(prompt, np.int32) for prompt in prompts]))
+    states, decide = engine.cache.states, engine.scheduler.decide
+
+    def checked(draft, rows):
+        running = {one.state.request.group for one in engine.scheduler.running}
+        assert states.num_snapshots <= 2 + len(running)
+        decide(draft, rows)
+
+    engine.scheduler.decide = checked
+    list(engine.run(planned(requests_for(prompts, max_tokens=4), order)))
+
+
 class Traffic:
     """Random requests, all of whose rows are compared with the oracle's."""
 
@@ -139,6 +220,11 @@ class Traffic:
         watch_logits(self.engine, lambda *row: self.rows.append(row))
         self.names = map(str, count())
         self.heads = [self.draw(n) for n in (20, 40)]
+
+    @staticmethod
+    def some(length, seed):
+        chance = random.Random(seed)
+        return [chance.randrange(3, 270) for _ in range(length)]
 
     def draw(self, length):
         return [self.chance.randrange(3, 270) for _ in range(length)]
@@ -152,7 +238,7 @@ class Traffic:
         params = SamplingParams(
             max_tokens=self.chance.randrange(1, 12),
             temperature=self.chance.choice([0, 1.0]),
-            n=self.chance.choice([1, 1, 3]),
+            n=self.chance.choice([1, 1, min(3, self.engine.cache.states.most_sequences)]),
             ignore_eos=True,
             seed=1,
         )
@@ -164,14 +250,32 @@ class Traffic:
             extra["paths"] = tuple(paths)
         if self.chance.random() < 0.4:
             extra["priority"] = "job"
+        if self.chance.random() < 0.2:
+            ends = {self.chance.randrange(1, len(prompt) + 1) for _ in range(2)}
+            extra["branches"] = tuple(sorted(ends))
+            extra["awaited_branches"] = self.chance.randrange(3)
+        if self.chance.random() < 0.2:
+            extra["prefilled_tokens"] = min(3, len(prompt) - 1)
         if self.chance.random() < 0.3 and len(prompt) < 50:
             self.heads.append(prompt)
         name = next(self.names)
         return Request(request_id=name, prompt_token_ids=prompt, params=params, **extra)
 
-    def run(self, steps):
+    def fail(self):
+        """Let the next step fail after its rows, as a device's results may."""
+        launcher, sample = self.engine.launcher, self.engine.launcher.sample
+
+        def broken(*args):
+            launcher.sample = sample
+            raise RuntimeError("broken")
+
+        launcher.sample = broken
+
+    def run(self, steps, *, failing=False):
         engine, ids = self.engine, []
         for _ in range(steps):
+            if failing and self.chance.random() < 0.05:
+                self.fail()
             if self.chance.random() < 0.35:
                 request = self.request()
                 ids.append(request.request_id)
@@ -187,10 +291,18 @@ class Traffic:
         assert_idle(engine)
         known = {}
         for sequence, index, values in self.rows:
+            if sequence.finish_reason == "error":
+                continue
             ids = tuple(sequence.tokens)
             if ids not in known:
                 known[ids] = oracle_logprobs(self.path, ids)
             assert (values - known[ids][index]).abs().max() < TOLERANCE
+
+
+@pytest.mark.steps_fail
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_fail(tiny, seed):
+    Traffic(tiny("qwen3_5"), seed, num_states=8, num_pages=64).run(120, failing=True)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -107,7 +107,7 @@ class PromptChunks:
         if self._states is not None and state is not None:
             if draft.has_chunk(sequence):  # a state goes through a step once
                 return 0
-            if not state.is_begun and not self._states.begin(sequence):
+            if not state.is_begun and not self._states.begin(draft, sequence):
                 return 0
         start = at = fresh = sequence.frontier
         chunk: Chunk | None = None

@@ -67,6 +67,13 @@ class StepDraft:
         self._chunked.add(chunk.sequence)
         return chunk
 
+    def chunk_over(self, sequence: Sequence, at: int) -> Chunk | None:
+        """The chunk of a sequence that has rows both before and after token `at`, if it has one."""
+        if sequence not in self._chunked:
+            return None
+        theirs = (chunk for chunk in self.changes.chunks if chunk.sequence is sequence)
+        return next((one for one in theirs if one.start < at < one.end), None)
+
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has lost its memory."""
         for some in (self.changes.enter, self.changes.leave):
@@ -85,6 +92,7 @@ class StepDraft:
             if chunk.module is not None:
                 chunk.module.computed = min(chunk.module.computed, chunk.start)
             elif chunk.sequence.run is not None:
+                start = chunk.start if chunk.state is None else chunk.start + chunk.state.again
                 for run in chunk.sequence.path(version):
-                    if run.start < chunk.end and run.end > chunk.start:
-                        run.computed = min(run.computed, max(0, chunk.start - run.start))
+                    if run.start < chunk.end and run.end > start:
+                        run.computed = min(run.computed, max(0, start - run.start))

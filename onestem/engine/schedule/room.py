@@ -66,7 +66,8 @@ class Room:
         are preempted for interactive ones."""
         if not self._has_place(draft, sequence):
             return False
-        if self.states is not None and not self.states.admit(sequence):
+        alone = not self.num_running
+        if self.states is not None and not self.states.admit(sequence, alone=alone):
             return False
         draft.handling = sequence
         ids, limit = sequence.ids().copy(), sequence.match_limit

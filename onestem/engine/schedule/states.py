@@ -1,17 +1,18 @@
 """Recurrent states of sequences: where each begins, and where snapshots are taken.
 
 A prompt begins at the deepest snapshot on its path. Rows below it whose keys and values are there
-are computed again for the state alone. A snapshot is taken where a second prompt leaves what it
-shares, and at the ends of an interactive prompt and its answer. One sequence takes it
-(`Run.maker`): its chunk ends there, and others of that path wait for it.
+are computed again for the state alone. Snapshots of planned requests are taken where these part,
+and are let go after the last of them. Of others, they are taken where a second prompt leaves what
+it shares, and at the ends of prompt and answer. One sequence takes a snapshot (`Run.maker`): its
+chunk ends there, and others of that path wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onestem.cache import PrefixCache, Run, StatePool, StateSlot
+from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.sequence import Chunk, Sequence, StateRun
 
 LEAST_TOKENS = 16  # from one snapshot to the next: fewer are computed again
@@ -29,9 +30,11 @@ class States:
     pool: StatePool
     promised: int = 0
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot; False: too few are left."""
-        if self.pool.num_available <= self.promised + sequence.num_forks:
+    def admit(self, sequence: Sequence, *, alone: bool) -> bool:
+        """Give a sequence a slot; False: too few are left beside snapshots that planned requests
+        wait for. `alone`: nothing runs, and it takes even these."""
+        left = self.pool.num_available if alone else self.pool.num_idle
+        if left <= self.promised + sequence.num_forks:
             return False
         slot = self.pool.take()
         if slot is None:
@@ -82,13 +85,13 @@ class States:
         if sequence.state_slot is not None:
             sequence.state_slot.at, sequence.state_slot.decodes = -1, False
 
-    def begin(self, sequence: Sequence) -> bool:
+    def begin(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Choose where a sequence's state begins, before its first rows. False: it waits for a
         snapshot that another sequence will take."""
         mine, limit = sequence.state_slot, sequence.match_limit
         assert mine is not None
         if self._cache.enabled:
-            self._mark(sequence)
+            self._mark(draft, sequence)
         found: Run | None = None
         path = sequence.path(self._cache.tree.num_splits)
         for run in path:
@@ -108,6 +111,8 @@ class States:
         state, and take the snapshot at its end."""
         mine = sequence.state_slot
         assert mine is not None
+        if sequence.state.reuse is not None and not mine.is_begun:
+            sequence.state.reuse = replace(sequence.state.reuse, state_at=mine.at)
         chunk.state = StateRun(mine.source, mine.slot, again)
         mine.source, mine.at, mine.is_begun = mine.slot, chunk.end, True
         path = sequence.path(self._cache.tree.num_splits)
@@ -132,29 +137,36 @@ class States:
             mine.source, mine.at = state.source, chunk.start
             mine.is_begun = state.source == mine.slot
 
-    def _mark(self, sequence: Sequence) -> None:
+    def _mark(self, draft: StepDraft, sequence: Sequence) -> None:
         """Say who takes the snapshots that are wanted on a sequence's path."""
-        last = 0
-        for end in self._wanted(sequence):
+        last, state = 0, sequence.state
+        planned = state.request.branches is not None and not state.metrics.num_preempted
+        for end, is_awaited in sorted(self._wanted(sequence).items()):
             if end - last < LEAST_TOKENS:
                 continue
             run, last = self._ending(sequence, end), end
+            if planned:
+                run.is_branch, run.is_awaited = True, is_awaited
             if run.snapshot < 0 and run.maker is None:
-                run.maker = _maker(run, sequence)
+                maker = self._maker(draft, run, sequence)
+                run.maker = None if run.snapshot >= 0 else maker
 
-    def _wanted(self, sequence: Sequence) -> Iterator[int]:
-        """Indices of tokens before which snapshots are wanted, ascending."""
+    def _wanted(self, sequence: Sequence) -> dict[int, bool]:
+        """Tokens after which snapshots are wanted, and whether planned requests are to come."""
         state, limit = sequence.state, sequence.match_limit
-        if len(state.sequences) > 1 and not state.forked:  # their paths part there
-            yield limit
-            return
-        path = sequence.path(self._cache.tree.num_splits)
-        shared = [run for run in path if run.owner is not sequence or run.computed > 0]
-        if shared:
-            yield shared[-1].end
-        prompt = sequence.num_prompt - state.request.prefilled_tokens
-        if not sequence.score_only and prompt == len(sequence.tokens):
-            yield prompt
+        request, wanted = state.request, dict[int, bool]()
+        if len(state.sequences) > 1 and not state.forked:  # its sequences part there
+            wanted[limit] = False
+        elif request.branches is None:
+            path = sequence.path(self._cache.tree.num_splits)
+            shared = [run for run in path if run.owner is not sequence or run.computed > 0]
+            wanted |= {run.end: False for run in shared[-1:]}
+            prompt = sequence.num_prompt - request.prefilled_tokens
+            if not sequence.score_only and not sequence.num_output:
+                wanted[prompt] = False
+        for place, end in enumerate(request.branches or ()):
+            wanted[min(end, limit)] = place < request.awaited_branches
+        return wanted
 
     def _ending(self, sequence: Sequence, end: int) -> Run:
         """The run of a sequence's path that ends before token `end`, split there if need be."""
@@ -162,13 +174,37 @@ class States:
         run = next(run for run in path if run.end >= end)
         return run if run.end == end else self._cache.split(run, end - run.start)
 
+    def _maker(self, draft: StepDraft, run: Run, sequence: Sequence) -> Sequence:
+        """The sequence that takes a snapshot: the run's owner, unless it has passed its end. If it
+        passes it in this step alone, its chunk is cut there."""
+        owner = run.owner
+        theirs = owner.state_slot if isinstance(owner, Sequence) else None
+        if theirs is None or theirs.decodes or not isinstance(owner, Sequence):
+            return sequence
+        if theirs.at <= run.end:
+            return owner if theirs.at < run.end else sequence
+        chunk = draft.chunk_over(owner, run.end)
+        if chunk is None or not self._cut(draft, chunk, run):
+            return sequence
+        return owner
 
-def _maker(run: Run, sequence: Sequence) -> Sequence:
-    """The sequence that takes a snapshot: the run's owner, unless it has passed its end."""
-    owner = run.owner
-    theirs = owner.state_slot if isinstance(owner, Sequence) else None
-    is_ahead = theirs is not None and theirs.at < run.end and not theirs.decodes
-    return owner if is_ahead and isinstance(owner, Sequence) else sequence
+    def _cut(self, draft: StepDraft, chunk: Chunk, run: Run) -> bool:
+        """End a chunk of this step where a run ends, with its snapshot. False: others may read what
+        it computes after that."""
+        owner, state, at = chunk.sequence, chunk.state, run.end
+        assert state is not None
+        path = owner.path(self._cache.tree.num_splits)
+        below = [one for one in path if one.end > at]
+        if any(one.pins > 1 or one.owner is not owner for one in below):
+            return False
+        self.take_back(chunk)
+        for one in state.runs:
+            one.maker = owner
+        for one in below:
+            one.computed = min(one.computed, max(0, at - one.start))
+        chunk.end, run.maker = at, owner
+        self.advance(owner, chunk, min(state.again, at - chunk.start))
+        return True
 
 
 def _above(run: Run) -> int:
@@ -181,11 +217,11 @@ def _above(run: Run) -> int:
 
 def _is_planned(sequence: Sequence) -> bool:
     """Whether its prompt is one of a plan, which says where prompts part."""
-    return sequence.is_job or sequence.state.request.group is not None
+    return sequence.is_job or sequence.state.request.branches is not None
 
 
 def most_sequences(asked: int | None, pool: StatePool | None) -> int | None:
     """Maximum sequences that are admitted: each has a state. `asked`: by the options."""
     if pool is None:
         return asked
-    return pool.num_slots if asked is None else min(asked, pool.num_slots)
+    return pool.most_sequences if asked is None else min(asked, pool.most_sequences)

@@ -130,6 +130,7 @@ class History:
             "matched_tokens": reuse.matched_tokens,
             "source": source if reuse.prefix is None else f"prefix {_short_name(reuse.prefix)}",
             "ended": reuse.ended,
+            **({} if reuse.state_at is None else {"state_at": reuse.state_at}),
             "at": reuse.matched_tokens if reuse.ended == "differs" else None,
             "expected": self._token_text(reuse.there[0]) if reuse.there else None,
             "got": None if reuse.here is None else self._token_text(reuse.here),
