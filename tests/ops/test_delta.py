@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops import DeltaOps, PartRows, StateRows
+from onestem.ops.cpu import CpuDelta
 from onestem.ops.state_rows import CHUNK, FEW_ROWS
 from onestem.ops.triton.delta import TritonDelta
 from tests.ops.cpu_isas import EVERY_ISA
@@ -271,6 +272,22 @@ def test_chunks_count_from_position_0() -> None:
 def test_wrong_rows_are_refused(parts: list[tuple[int, int, int, int]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rows_of(*parts).check(10, 4)
+
+
+@pytest.mark.skipif(not EVERY_ISA, reason="the C++ extension is not built")
+def test_threads_change_no_bit() -> None:
+    inputs = Inputs.drawn(int(MIXED.count.sum()), SIZES[-1], torch.bfloat16)
+    x, weight = drawn(len(inputs.q), 150), drawn(150, 4, seed=1)
+    ops, found = CpuDelta(), []
+    for threads in (1, 2, 3):
+        states, before = drawn(SLOTS, 2, 128, 128, seed=3), drawn(SLOTS, 3, 150, seed=2)
+        rows, torch_threads = PartRows.of(MIXED, torch.device("cpu")), torch.get_num_threads()
+        torch.set_num_threads(threads)
+        out = ops.delta_rule(*inputs.all(), states, rows), ops.causal_conv(x, weight, before, rows)
+        torch.set_num_threads(torch_threads)
+        found.append((*out, states, before))
+    for one, *others in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 @every_ops
