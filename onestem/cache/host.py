@@ -11,6 +11,8 @@ from onestem.cache.pauses import CLEARLY, BothPauses
 
 __all__ = ["HostStore"]
 
+AWAITED = 3 / 4  # half is read ahead, and what is read already waits for its turn
+
 
 class HostStore:
     """Rows in host memory. Threads may share it.
@@ -21,7 +23,7 @@ class HostStore:
     other one is clearly less likely. What was read for a request stays until then.
 
     Args:
-        budget: bytes; half of it at most is kept for what is awaited.
+        budget: bytes; `AWAITED` of it at most are kept for what is awaited.
     """
 
     def __init__(self, budget: int) -> None:
@@ -78,17 +80,27 @@ class HostStore:
             self._pop(name)
             self.num_bytes += kv.nbytes
             if is_awaited:
-                self._awaited[name] = kv
-                self._awaited_bytes += kv.nbytes
+                self._await(name, kv)
             else:
                 self._kinds[kind][name] = kv, self._turnovers
-            while self._awaited_bytes > self.budget // 2:
-                oldest, kv = self._awaited.popitem(last=False)
-                self._awaited_bytes -= kv.nbytes
-                self._kinds[0][oldest] = kv, self._turnovers
             while self.num_bytes > self.budget:
                 self._evict()
         return True
+
+    def expect(self, name: str) -> None:
+        """Note that what has a name, if it is here, is awaited."""
+        with self._lock:
+            for kind in self._kinds:
+                if name in kind:
+                    self._await(name, kind.pop(name)[0])
+
+    def _await(self, name: str, kv: Tensor) -> None:
+        self._awaited[name] = kv
+        self._awaited_bytes += kv.nbytes
+        while self._awaited_bytes > AWAITED * self.budget:
+            oldest, kv = self._awaited.popitem(last=False)
+            self._awaited_bytes -= kv.nbytes
+            self._kinds[0][oldest] = kv, self._turnovers
 
     def _evict(self) -> None:
         ages = {

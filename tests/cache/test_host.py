@@ -31,7 +31,7 @@ def test_what_left_kv_memory_longest_ago_goes_first():
 
 
 def test_what_is_awaited_goes_last():
-    """Until it is used, and as far as half of the budget goes."""
+    """Until it is used, and as far as three quarters of the budget go."""
     store = HostStore(100)
     for name in "ab":
         store.put(name, PART, is_awaited=True)
@@ -39,14 +39,26 @@ def test_what_is_awaited_goes_last():
         store.put(name, PART)
     assert there(store, "abcdefg") == "abefg"
     store.get("a")
-    store.put("h", PART, is_awaited=True)
-    store.put("i", PART, is_awaited=True)  # three are more than half: the oldest counts as others
-    assert there(store, "abefghi") == "abghi"
-    for name in "jkl":
+    for name in "hij":  # four are more: the oldest counts as others
+        store.put(name, PART, is_awaited=True)
+    assert there(store, "abefghij") == "abhij"
+    for name in "kl":
         store.put(name, PART)
-    assert there(store, "abghijkl") == "hijkl"
+    assert there(store, "abhijkl") == "hijkl"
     store.discard("h")
     assert (store.num_bytes, len(store)) == (80, 4)
+
+
+def test_what_is_there_already_may_be_awaited():
+    store = HostStore(60)
+    for name in "abc":
+        store.put(name, PART)
+    store.expect("a")
+    store.expect("z")
+    for name in "de":
+        store.put(name, PART)
+    assert there(store, "abcde") == "ade"
+    assert store.num_bytes == 60
 
 
 def test_what_comes_once_goes_before_a_conversation():

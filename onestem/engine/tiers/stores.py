@@ -125,6 +125,9 @@ class TierStores:
         that will be read at once, with others' to come."""
         now = {name for name, one in list(self.reading.items()) if not one.done()}
         beside = max(least, len(now.union(name for name, _ in wanted)))
+        for name, _ in wanted:
+            if self.host is not None:
+                self.host.expect(name)
         return [
             self._read(name, num_tokens)
             for name, num_tokens in wanted
