@@ -2,8 +2,9 @@
 
 cuBLAS cuts the columns of some weights where rows are few, and walks them in one order otherwise.
 At load each number of rows that steps have (`ROWS`) is compared with the largest, with and without
-a graph's capture. A product then has one of those that agree, padded if need be. Below the first
-of them our own kernel multiplies, if its bits are the same; else it multiplies any number of rows.
+a graph's capture. A product then has one of those that agree, padded if need be. Where the first of
+them is beyond `PADDED_TO`, our own kernel multiplies fewer rows, if its bits are the same; else it
+multiplies any number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.errors import UnsupportedError
-from onestem.models.by_row import INTEGERS, PADDED_TO, in_parts, made_up
+from onestem.models.by_row import INTEGERS, in_parts, made_up
 from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, rows_product
 from onestem.ops.triton.tiled import Tiles
 
@@ -28,6 +29,9 @@ GRAPH_ROWS = (
     320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048,
 )  # fmt: skip
 ROWS = (*GRAPH_ROWS, *range(2304, 8193, 256))
+
+# Up to here rows are padded: so many take cuBLAS as long as our kernel takes for fewer.
+PADDED_TO = 320
 
 # Values of a result that is tried out at most: no more rows of a weight with more outputs.
 MOST_VALUES = 1 << 28
@@ -65,7 +69,7 @@ def choose_form(
     tried = dict(zip(ladder, _bits(library, row, ladder), strict=True))
     want = tried[ladder[-1]]
     numbers = tuple(rows for rows, bits in tried.items() if want and bits == want)
-    if numbers and numbers[0] == ladder[0]:
+    if numbers and numbers[0] <= PADDED_TO:
         return Form(numbers)
 
     def agreeing(want: bytes | None, below: float) -> tuple[tuple[float, Tiles], ...] | None:
@@ -87,8 +91,6 @@ def choose_form(
 
     if numbers and (few := agreeing(want, numbers[0])) is not None:
         return Form(numbers, few)
-    if numbers and numbers[0] <= PADDED_TO:
-        return Form(numbers)
     some = [rows for rows in ladder if rows > FEW_ROWS[-1][0]] or ladder[-1:]
     (want, *others) = set(_bits(with_tiles(ANY_ROWS), row, some))
     if want and not others and (few := agreeing(want, math.inf)) is not None:
@@ -161,12 +163,22 @@ def form_of(
     return made
 
 
+def _padded(x: Tensor, rows: int) -> Tensor:
+    padded = x.new_empty(rows, x.shape[1])
+    padded[: len(x)] = x
+    return padded
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, *, wide: bool) -> Tensor:
     """x `[n, in_features]` times the weight, in its form."""
     tiles = form.tiles(len(x))
     if tiles is not None:
         dtype = torch.float32 if wide else x.dtype
         return rows_product(x.contiguous(), weight, bias, tiles, dtype)
-    return in_parts(
+    rows, least = len(x), form.numbers[0]
+    if 0 < rows < least:  # what fills it is not read
+        x = _padded(x, least)
+    made = in_parts(
         lambda part: library_product(part, weight, bias, wide=wide), x, form.numbers, ROWS[-1]
     )
+    return made[:rows]

@@ -16,7 +16,7 @@ from tests.models.test_models_by_row import by_one_sum, in_halves
 from tests.soak import one_in
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LADDER = (1, 2, 8, 16, 24, 48, 64, 128, 256, 320)
+LADDER = (1, 2, 8, 16, 24, 48, 64, 128, 256, 320, 384, 640)
 FIRST, SECOND = FEW_ROWS[0][1]
 REST = tuple((most, tiles[0]) for most, tiles in FEW_ROWS[1:])
 
@@ -48,11 +48,11 @@ def last(least: int) -> tuple[int, ...]:
     ("library", "own", "numbers", "tiles"),
     [
         (below(0), never, LADDER, ()),
-        (below(48), cuts_with(), last(48), ((16, FIRST), (32, REST[0][1]))),
-        (below(16), cuts_with(FIRST), last(16), ((15, SECOND),)),
-        (below(64), always, last(64), ()),
-        (below(128), always, (), ((16, FIRST), *REST, (float("inf"), ANY_ROWS))),
-        (below(128), never, last(128), ()),
+        (below(320), always, last(320), ()),
+        (below(384), cuts_with(), last(384), ((16, FIRST), *REST)),
+        (below(384), cuts_with(FIRST), last(384), ((16, SECOND), *REST)),
+        (below(384), always, (), ((16, FIRST), *REST, (float("inf"), ANY_ROWS))),
+        (below(384), never, last(384), ()),
         (lambda x, weight: never(x, weight, FIRST), never, None, None),
     ],
 )
@@ -67,12 +67,11 @@ def test_which_form_is_chosen(library, own, numbers, tiles):
     assert (form.numbers, form.own) == (numbers, tiles)
     for rows in range(1, 400, 7):  # the same bits, by whichever
         which = form.tiles(rows)
-        if not form.own and rows > 320:
-            break
         padded = next((number for number in form.numbers if number >= rows), LADDER[-1])
         x = row.repeat(rows if which else padded, 1)
         result = library(x, weight) if which is None else own(x, weight, which)
-        first = library(row.repeat(320, 1), weight) if numbers else own(row, weight, ANY_ROWS)
+        longest = row.repeat(LADDER[-1], 1)
+        first = library(longest, weight) if numbers else own(row, weight, ANY_ROWS)
         assert torch.equal(result[0], first[0])
 
 
