@@ -141,7 +141,7 @@ class Engine:
             self.requests.pins,
             limits=self.limits,
             max_num_seqs=most_sequences(options.max_num_seqs, states),
-            states=None if states is None else States(self.cache, states),
+            states=None if states is None else States(self.cache, states, runner.depth > 1),
             free_rows=FREE_ROWS.get(decoder.device.type, FEWEST_ROWS),
             answers=self.requests.answers,
         )

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 GPU_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "falcon_40b", "mpt", "phi", "gpt2"]
 GPU_FAMILIES += ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4", "ministral3"]
 GPU_FAMILIES += ["gemma4", "gemma4_moe", "gemma4_image"]
+GPU_FAMILIES += ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 GPU_FAMILIES += ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"]
 
 

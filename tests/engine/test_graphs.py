@@ -116,6 +116,19 @@ def test_a_work_list_that_the_fixed_buffers_do_not_hold(with_graphs, tiny) -> No
     assert 0 < len(small.launcher.runner.replays) < len(roomy.launcher.runner.replays)
 
 
+def test_states_of_rows_are_in_the_fixed_buffers(with_graphs, tiny) -> None:
+    """Decodes of forks too, and steps with few rows of a prompt; others have no graph."""
+    want = make_engine(tiny("qwen3_5"), impl="torch", **OPTIONS)
+    found = with_graphs(1 << 16, "qwen3_5")
+    requests = requests_for(PROMPTS[:2], max_tokens=6, n=2, temperature=1.0, seed=3)
+    outputs = [answer(engine, requests) for engine in (want, found)]
+    for name, output in outputs[0].items():
+        for one, other in zip(output.outputs, outputs[1][name].outputs, strict=True):
+            assert one.token_ids == other.token_ids
+    steps = found.stats.steps
+    assert 0 < len(found.launcher.runner.replays) < steps
+
+
 def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     with_graphs, tiny, monkeypatch
 ) -> None:

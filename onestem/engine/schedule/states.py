@@ -23,11 +23,14 @@ class States:
     """Gives sequences their slots, and decides where snapshots are taken.
 
     Attributes:
+        runs_ahead: a step may be launched before the tokens of the one before are known: a sequence
+            that a token ends has one row too many in its state.
         promised: sequences that will fork from running prompts, a slot each.
     """
 
     _cache: PrefixCache
     pool: StatePool
+    runs_ahead: bool = False
     promised: int = 0
 
     def admit(self, sequence: Sequence, *, alone: bool) -> bool:
@@ -70,7 +73,8 @@ class States:
         """The run whose last token is the last one in a state; None: nobody may go on from it. (The
         rest of the run is cut off when its last holder leaves.)"""
         reason, run = sequence.finish_reason, sequence.run
-        is_done = reason in ("stop", "length") and not _is_planned(sequence)
+        is_known = reason == "length" or (reason == "stop" and not self.runs_ahead)
+        is_done = is_known and not _is_planned(sequence)
         if not self._cache.enabled or not (is_done or reason is None):
             return None
         at = len(sequence.tokens) - 1 if mine.decodes else mine.at
@@ -133,6 +137,7 @@ class States:
         assert state is not None
         for run in state.runs:
             self.pool.drop(run)
+            run.maker = chunk.sequence
         if mine is not None:
             mine.source, mine.at = state.source, chunk.start
             mine.is_begun = state.source == mine.slot
@@ -198,8 +203,6 @@ class States:
         if any(one.pins > 1 or one.owner is not owner for one in below):
             return False
         self.take_back(chunk)
-        for one in state.runs:
-            one.maker = owner
         for one in below:
             one.computed = min(one.computed, max(0, at - one.start))
         chunk.end, run.maker = at, owner

@@ -25,7 +25,8 @@ from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import Logits, Prepared, Runner
 from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
-from onestem.ops import Angles, AttentionImpl, Heads
+from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
+from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
 from onestem.options import ShareMode
@@ -101,8 +102,16 @@ class GraphRunner(Runner):
         num_pages: int,
         page_size: int,
         share: ShareMode,
+        num_states: int = 0,
     ) -> None:
-        super().__init__(decoder, impl, num_pages=num_pages, page_size=page_size, share=share)
+        super().__init__(
+            decoder,
+            impl,
+            num_pages=num_pages,
+            page_size=page_size,
+            share=share,
+            num_states=num_states,
+        )
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
         self._stagings = [Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
@@ -112,6 +121,9 @@ class GraphRunner(Runner):
         self._listed = False  # whether they are those of the step before
         self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
+        # As of `StateRows.table`, where layers keep states; all padding yet.
+        shape = BATCH_SIZES[-1] if self.states else 0, 5
+        self._parts = torch.zeros(shape, dtype=torch.int32, device=decoder.device)
         self._kinds: list[_Kind] = [
             (window, heads.num_kv_heads, heads.head_dim)
             for window, heads in zip(self.windows, decoder.part.heads, strict=True)
@@ -177,7 +189,8 @@ class GraphRunner(Runner):
         rows = len(inputs.positions)
         self._list_age += 1
         if new_pages is None or self._list_age >= self._list_steps or not self._listed:
-            self._listed = rows <= BATCH_SIZES[-1] and self.write_lists(inputs)
+            fits = rows <= BATCH_SIZES[-1] and self._write_parts(inputs.states)
+            self._listed = fits and self.write_lists(inputs)
             return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
             for workspace in self.workspaces.values():
@@ -212,6 +225,16 @@ class GraphRunner(Runner):
         self._list_steps = min(LIST_STEPS, *(room + 1 for room in rooms if room is not None), 2**31)
         return True
 
+    def _write_parts(self, states: StateRows | None) -> bool:
+        """Write which rows continue which state; False: some are too many for a graph."""
+        if states is None:
+            return True
+        if (states.count > FEW_ROWS).any():
+            return False
+        self._parts.zero_()
+        self._parts[: len(states.count)].copy_(self.on_device(states.table()))
+        return True
+
     def run(
         self, inputs: StepInputs, prepared: Prepared | GraphShape, ids: Tensor | None
     ) -> Logits:
@@ -227,6 +250,8 @@ class GraphRunner(Runner):
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
+        if inputs.copies:
+            self._copy_states(inputs.copies)
         return self._logits(inputs, graph.hidden[:rows])
 
     def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
@@ -266,7 +291,9 @@ class GraphRunner(Runner):
         """Hidden states `[rows, hidden_size]` of what lies in the fixed buffers."""
         ids, positions, slots = self._inputs[:, : shape.rows]
         self.decoder.ranks.take_first(ids)
-        return self.decoder.forward(ids, positions, self._fixed_attend(slots, shape.wide))
+        states = self._states_of(PartRows.decodes(self._parts[: shape.rows]))
+        attend = self._fixed_attend(slots, shape.wide)
+        return self.decoder.forward(ids, positions, attend, states=states)
 
     def _fixed_attend(self, slots: Tensor, wide: bool) -> Attend:
         ops, scores = self.decoder.ops, self.decoder.scores

@@ -179,8 +179,7 @@ def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner
     """The model's runner: with CUDA graphs where they can hold the attention."""
     if decoder.device.type == "cpu":
         keep_freed_memory()
-    plain = decoder.config.delta is not None  # graphs have no states
-    if decoder.device.type != "cuda" or impl.name != "triton" or plain:
+    if decoder.device.type != "cuda" or impl.name != "triton":
         return Runner(decoder, impl, **options)
     from onestem.engine.step.graphs import GraphRunner
 

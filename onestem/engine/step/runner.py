@@ -26,7 +26,6 @@ from onestem.ops import (
     Heads,
     PartRows,
     PreparedAttention,
-    StateRows,
     allocate_pages,
 )
 from onestem.ops.copies import on_device
@@ -274,25 +273,25 @@ class Runner:
         read = np.union1d(inputs.logit_rows, inputs.score_rows)
         spare_read = self.decoder.padded_rows(len(read)) - len(read) if len(read) else 0
         is_part = len(read) + spare_read < rows + spare
+        states = None
+        if inputs.states is not None:
+            states = self._states_of(PartRows.of(inputs.states, self.decoder.device))
         hidden = self.decoder.forward(
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
             self._attend(prepared, self.on_device(slots), rows),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
-            None if inputs.states is None else self._states_of(inputs.states),
+            states,
         )
-        if inputs.states is not None:
+        if inputs.copies:
             self._copy_states(inputs.copies)
         return self._logits(inputs, hidden, read if is_part else None)
 
-    def _states_of(self, rows: StateRows) -> StatesOf:
-        parts = PartRows.of(rows, self.decoder.device)
+    def _states_of(self, parts: PartRows) -> StatesOf:
         return lambda layer: LayerStates(*self.states[layer], parts)
 
     def _copy_states(self, copies: Seq[tuple[int, int]]) -> None:
-        """Copy slots, each (from, to), after a step's rows; none is copied to and from."""
-        if not copies:
-            return
+        """Copy slots, each (from, to), after a step's rows."""
         taken, given = self.on_device(np.array(copies, np.int64).T)
         for pair in self.states.values():
             for slots in pair:
