@@ -306,6 +306,8 @@ def check_states(options: EngineOptions, config: ModelConfig) -> None:
 def kv_sizes(memory: int, page_size: int, token_bytes: int, state_bytes: int) -> tuple[int, int]:
     """Pages that fit in KV memory, one at least, and slots of recurrent states, two at least where
     layers keep some. `token_bytes`, `state_bytes`: of one token, and of one state."""
+    if not token_bytes:
+        raise ConfigError("no layer of the model has attention, expected at least one")
     states = 0 if not state_bytes else int(STATE_SHARE * memory) // state_bytes
     if state_bytes and states < 2:
         raise ConfigError(

@@ -446,7 +446,7 @@ def delta_parts(builder: Builder, specs: ByRole) -> dict[str, Any]:
         "delta": DeltaLayer(
             rule=rule,
             rates=builder.linear(specs, Role.DELTA_BA, Role.DELTA_B, Role.DELTA_A, order=rates),
-            filter=builder.tensor(specs[Role.DELTA_FILTER], lambda x: x.squeeze(1)),
+            filter=builder.tensor(specs[Role.DELTA_FILTER], taps_first),
             decay=builder.tensor(specs[Role.DELTA_DECAY]),
             step=builder.tensor(specs[Role.DELTA_STEP]),
             norm=builder.tensor(specs[Role.DELTA_NORM]),
@@ -454,6 +454,12 @@ def delta_parts(builder: Builder, specs: ByRole) -> dict[str, Any]:
             ops=resolve_delta(builder.target.device),
         ),
     }
+
+
+def taps_first(weight: Tensor) -> Tensor:
+    """A convolution's weight `[channels, 1, width]` as `[channels, width]`, with a place's weights
+    of all channels next to each other in memory, as kernels read them."""
+    return weight.squeeze(1).t().contiguous().t()
 
 
 def delta_orders(rule: DeltaRule) -> tuple[list[int], list[int]]:

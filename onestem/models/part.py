@@ -35,11 +35,6 @@ def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
     """
     if ranks.size == 1:
         return config
-    if config.delta is not None:
-        raise ConfigError(
-            f"{config.architecture} keeps recurrent states, which are not divided over devices "
-            "yet: leave tensor_parallel_size out"
-        )
     wrong = _indivisible(config, ranks.size)
     if wrong is not None:
         several = ", ".join(map(str, sizes_of(config)))
@@ -83,6 +78,8 @@ def sizes_of(config: ModelConfig) -> list[int]:
 
 def _indivisible(config: ModelConfig, size: int) -> str | None:
     """The dimension that does not divide over `size` ranks; None: all do."""
+    if config.delta is not None and size > 1:
+        return f"the recurrent state of {config.architecture}"
     if config.num_q_heads % size:
         return f"num_attention_heads ({config.num_q_heads})"
     for count in dict.fromkeys(heads.num_kv_heads for heads in config.heads):

@@ -30,6 +30,7 @@ PUBLISHED = {
     "mpt-7b": 6.65, "mpt-30b": 30.0,
     "mixtral-8x7b": 46.7, "qwen3-4b": 4.02, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9,
     "llama3.2-1b": 1.24, "gemma3-12b": 11.8,  # the text part
+    "qwen3.5-0.8b": 0.752, "qwen3.5-9b": 8.95, "qwen3.6-35b-a3b": 34.7,
     "gemma4-e2b": 4.63, "gemma4-26b-a4b": 25.2, "gemma4-31b": 30.7,
 }  # fmt: skip
 OURS = {"0.1b", "0.5b", "nothing"}
@@ -106,7 +107,7 @@ def test_a_shape_is_its_config_with_random_weights():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("shape:8b", "there is no shape '8b': did you mean llama3.1-8b?"),
+        ("shape:8b", "there is no shape '8b': did you mean llama3.1-8b or qwen3.5-0.8b?"),
         ("shape:llama2-7B", "did you mean llama2-7b?"),
         ("shape:llama-7b", "did you mean llama2-7b?"),
         ("shape:", "expected one of 0.1b, 0.5b, codellama-13b"),

@@ -55,8 +55,6 @@ def _delta_rule(fields: Fields, num_layers: int) -> DeltaRule:
         raise fields.unsupported("layer_types", "a list of linear_attention and full_attention")
     if len(linear) != num_layers:
         raise fields.wrong("layer_types", f"a list of {num_layers} layers")
-    if all(linear):
-        raise fields.unsupported("layer_types", "at least one layer with full_attention")
     return DeltaRule(
         layers=tuple(linear),
         num_key_heads=fields.positive("linear_num_key_heads", 16),
