@@ -404,7 +404,7 @@ _OUTPUT = ("o_proj", "dense", "out_proj", "attn.c_proj")
 _SCALES = {
     **dict.fromkeys(("q_proj", "k_proj"), _QUERY_KEY),
     "v_proj": _VALUE,
-    "linear_attn.out_proj": 0.1,
+    "linear_attn.out_proj": 0.05,
     **dict.fromkeys(_OUTPUT, 0.3),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "c_fc"), 0.1),
     **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"), 0.1),

@@ -115,34 +115,26 @@ class PromptChunks:
         for run in sequence.path(self._cache.tree.num_splits):
             if run.end <= at:
                 continue
-            if state is not None and at < run.start + run.computed:  # for the state alone
-                take = min(
-                    most - (at - start), run.start + run.computed - at, len(sequence.tokens) - at
-                )
-                if take <= 0:
+            if run.start > at:
+                break
+            if state is not None and run.start + run.computed > at:  # again, for the state alone
+                at = fresh = min(run.start + run.computed, start + max(0, most))
+            if at < run.end:
+                if run.owner is not None and run.owner is not sequence:
+                    break
+                take = min(most - (at - start), run.end - at, len(sequence.tokens) - at)
+                if take <= 0 or not self._room.reserve(draft, sequence, run, run.computed + take):
                     break
                 at += take
-                fresh = at
                 chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
                 chunk.end = at
-                if run.end == at and run.maker is not sequence:
-                    continue
-                if run.end == at or at < run.start + run.computed:
-                    break
-            if run.owner is not None and run.owner is not sequence:
-                break
-            take = min(most - (at - start), run.end - at, len(sequence.tokens) - at)
-            if take <= 0 or not self._room.reserve(draft, sequence, run, run.computed + take):
-                break
-            at += take
-            chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
-            chunk.end = at
-            run.owner = sequence
-            run.is_wanted |= wanted
-            run.computed += take
+                run.owner = sequence
+                run.is_wanted |= wanted
+                run.computed += take
             if run.maker is sequence:
                 break
-        if self._states is not None and chunk is not None:
+        if self._states is not None and at > start:
+            chunk = chunk or draft.add_chunk(Chunk(sequence, start, at))
             self._states.advance(sequence, chunk, fresh - start)
         return at - start
 

@@ -83,6 +83,8 @@ class Room:
                 return False
         if sequence.order < 0:
             self._begin(sequence)
+        if self.states is not None:  # who runs may come to where it wants a snapshot
+            self.states.begin(draft, sequence)
         self._lane_of(sequence).add(sequence)
         if draft.num_forks is not None:
             draft.num_forks += sequence.num_forks
