@@ -83,9 +83,18 @@ class HostStore:
                 self._await(name, kv)
             else:
                 self._kinds[kind][name] = kv, self._turnovers
-            while self.num_bytes > self.budget:
-                self._evict()
+            self._keep_within(self.budget)
         return True
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let go what so many bytes displace, before they are taken: where memory is pinned, what
+        is beyond the budget takes longer than computing it."""
+        with self._lock:
+            self._keep_within(self.budget - num_bytes)
+
+    def _keep_within(self, most: int) -> None:
+        while self.num_bytes > most and any(self._kinds):
+            self._evict()
 
     def expect(self, name: str) -> None:
         """Note that what has a name, if it is here, is awaited."""

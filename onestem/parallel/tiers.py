@@ -130,6 +130,9 @@ class _OnAllRanks(NamedTuple):
     def done(self) -> bool:
         return self.own.done()
 
+    def go_on(self) -> None:
+        self.own.go_on()
+
     def hurry(self) -> None:
         self.own.hurry()
 

@@ -30,6 +30,19 @@ def test_what_left_kv_memory_longest_ago_goes_first():
     assert (store.num_bytes, len(store)) == (60, 3)
 
 
+def test_room_is_made_before_rows_are_taken():
+    store = HostStore(60)
+    for name in "ab":
+        store.put(name, PART)
+    store.put("c", PART, is_awaited=True)
+    store.make_room(20)
+    assert there(store, "abc") == "bc"
+    store.make_room(20)
+    assert there(store, "abc") == "bc"
+    store.make_room(61)  # what is awaited stays
+    assert (there(store, "abc"), store.num_bytes) == ("c", 20)
+
+
 def test_what_is_awaited_goes_last():
     """Until it is used, and as far as three quarters of the budget go."""
     store = HostStore(100)

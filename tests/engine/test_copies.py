@@ -1,4 +1,4 @@
-"""Copies of many parts: a few are begun with each step, all of them where steps are long."""
+"""Copies of many pieces: a few are begun behind each step, all of them where steps are long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onestem.engine.tiers import copies
-from onestem.engine.tiers.copies import PARTS_AHEAD, _ByStream, _GpuCopies, _parts
+from onestem.engine.tiers.copies import PIECES_AHEAD, _ByStream, _GpuCopies, _pieces
 from onestem.ops.kv import allocate_pages, read_kv
 
 
@@ -39,34 +39,38 @@ def copy_of(count, events, fails=()):
     return _ByStream(((None, i) for i in range(count)), launch, torch.device("cpu"))
 
 
-def test_parts_are_rows_in_their_order():
+def test_pieces_are_rows_in_their_order(monkeypatch):
+    monkeypatch.setattr(copies, "PIECE_TOKENS", 3)
     every = [torch.arange(10).view(5, 2), torch.arange(4).view(2, 2)]
-    assert [(rows.tolist(), at) for rows, at in _parts(every, 3)] == [
+    assert [(rows.tolist(), at) for rows, at in _pieces(every)] == [
         ([[0, 1], [2, 3], [4, 5]], 0),
         ([[6, 7], [8, 9]], 3),
         ([[0, 1], [2, 3]], 5),
     ]
 
 
-def test_a_step_begins_as_many_as_have_ended():
+def test_behind_a_step_as_many_begin_as_have_ended():
     events = {}
-    copy = copy_of(2 * PARTS_AHEAD, events)
-    assert len(events) == PARTS_AHEAD
+    copy = copy_of(2 * PIECES_AHEAD, events)
+    assert len(events) == 1
     assert not copy.done()
-    assert len(events) == PARTS_AHEAD
+    assert len(events) == 1
+    copy.go_on()
+    assert len(events) == PIECES_AHEAD
     for at in range(3):
         events[at].ended = True
     assert not copy.done()
-    assert len(events) == PARTS_AHEAD + 3
+    assert len(events) == PIECES_AHEAD
+    copy.go_on()
+    assert len(events) == PIECES_AHEAD + 3
 
 
 def test_all_are_begun_where_nothing_is_on_the_bus():
     events = {}
-    copy = copy_of(5 * PARTS_AHEAD, events)
-    for event in events.values():
-        event.ended = True
+    copy = copy_of(5 * PIECES_AHEAD, events)
+    events[0].ended = True
     assert not copy.done()
-    assert len(events) == 5 * PARTS_AHEAD
+    assert len(events) == 5 * PIECES_AHEAD
     for event in events.values():
         event.ended = True
     assert copy.done()
@@ -74,27 +78,26 @@ def test_all_are_begun_where_nothing_is_on_the_bus():
 
 def test_waiting_begins_all():
     events = {}
-    copy = copy_of(3 * PARTS_AHEAD, events)
+    copy = copy_of(3 * PIECES_AHEAD, events)
     copy.wait()
-    assert len(events) == 3 * PARTS_AHEAD
-    assert [at for at, event in events.items() if event.waited] == [3 * PARTS_AHEAD - 1]
+    assert len(events) == 3 * PIECES_AHEAD
+    assert [at for at, event in events.items() if event.waited] == [3 * PIECES_AHEAD - 1]
 
 
 def test_what_failed_is_not_taken_for_copied():
     events = {}
-    copy = copy_of(PARTS_AHEAD + 3, events, fails=[PARTS_AHEAD + 1])
+    copy = copy_of(PIECES_AHEAD + 3, events, fails=[PIECES_AHEAD + 1])
     with pytest.raises(RuntimeError, match="memory"):
         copy.wait()
     copy.wait()
-    assert list(events) == list(range(PARTS_AHEAD + 3))
+    assert list(events) == list(range(PIECES_AHEAD + 3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_tiers_gpu has the streams")
 def test_what_goes_out_comes_back_in_parts(monkeypatch):
     """Rows of three pieces, a few at a time; the order of calls stands in for streams."""
     pytest.importorskip("onestem.ops.triton.page_rows")
-    monkeypatch.setattr(copies, "PART_BYTES", 5 * 2 * 3 * 8 * 4)  # five rows
-    monkeypatch.setattr(copies, "PARTS_AHEAD", 2)
+    monkeypatch.setattr(copies, "BUS_BYTES", 5 * 2 * 3 * 8 * 4)  # five rows
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Ended)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
@@ -115,7 +118,7 @@ def test_what_goes_out_comes_back_in_parts(monkeypatch):
         pages.fill_(7.0)
     copy = moved.into([copies.Part(kv, 1, at[1:]) for kv, at in zip(rows, slots, strict=True)])
     copied = torch.from_numpy(np.concatenate([at[1:] for at in slots]))
-    assert bool((read_kv(every[0], torch.from_numpy(slots[2])) == 7.0).all())  # two parts so far
+    assert bool((read_kv(every[0], torch.from_numpy(slots[2])) == 7.0).all())  # one piece so far
     while not copy.done():
         pass
     moved.close()

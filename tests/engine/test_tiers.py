@@ -362,6 +362,9 @@ def test_others_run_while_a_copy_is_awaited(tiny, monkeypatch):
         def done(self):
             return self.ended
 
+        def go_on(self):
+            self.copied.go_on()
+
         def wait(self):
             self.copied.wait()
 

@@ -24,8 +24,8 @@ from onestem.engine.tiers.arena import PinnedArena
 
 __all__ = ["Copied", "KvCopies", "Part", "copies_of"]
 
-PART_BYTES = 16 << 20  # a third of a millisecond on the bus, for which a step's inputs wait
-PARTS_AHEAD = 20  # on the bus or begun: a little longer than a step of decodes takes
+BUS_BYTES = 16 << 20  # a third of a millisecond on the bus, for which a step's inputs wait
+PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
 
 _BITS = {2: np.int16, 4: np.int32}
 
@@ -48,7 +48,12 @@ class Copied(Protocol):
     """A copy that was begun."""
 
     def done(self) -> bool:
-        """Whether it has ended; if not, it goes on. To be called with each step."""
+        """Whether it has ended."""
+        ...
+
+    def go_on(self) -> None:
+        """Begin what comes next. To be called when a step was launched, which this does not
+        delay then."""
         ...
 
     def hurry(self) -> None:
@@ -119,8 +124,10 @@ class _ByThread:
     def done(self) -> bool:
         return self._future.done()
 
-    def hurry(self) -> None:
+    def go_on(self) -> None:
         pass
+
+    hurry = go_on
 
     def wait(self) -> None:
         self._future.result()
@@ -191,20 +198,20 @@ def _bits(tensor: Tensor) -> np.ndarray:
 
 
 class _ByStream:
-    """Parts of a copy. `launch` begins one of them, rows and their index, on a stream and gives the
-    event of its end."""
+    """Pieces of a copy. `launch` begins one of them, rows and their index, on a stream and gives
+    the event of its end. The first begins at once."""
 
     def __init__(
         self,
-        parts: Iterable[tuple[Tensor, int]],
+        pieces: Iterable[tuple[Tensor, int]],
         launch: Callable[[Tensor, int], torch.cuda.Event],
         device: torch.device,
     ) -> None:
-        self._left = deque(parts)
+        self._left = deque(pieces)
         self._launch = launch
         self._device = device
         self._going: deque[torch.cuda.Event] = deque()
-        self._begin(PARTS_AHEAD)
+        self._begin(1)
 
     def _begin(self, most: int) -> None:
         while self._left and len(self._going) < most:
@@ -212,11 +219,18 @@ class _ByStream:
             self._left.popleft()
 
     def done(self) -> bool:
+        self._drop_ended()
+        if not self._going:  # steps are long, and what is launched beside them delays none
+            self._begin(len(self._left))
+        return not self._going
+
+    def go_on(self) -> None:
+        self._drop_ended()
+        self._begin(PIECES_AHEAD)
+
+    def _drop_ended(self) -> None:
         while self._going and self._going[0].query():
             self._going.popleft()
-        # Where all have ended, steps are long, and what is launched beside them delays none.
-        self._begin(PARTS_AHEAD if self._going else len(self._left))
-        return not self._going
 
     def hurry(self) -> None:
         self._begin(len(self._going) + len(self._left))
@@ -243,10 +257,10 @@ class _GpuCopies:
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
         self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
-        part = min(PIECE_TOKENS, max(1, PART_BYTES // (self.width * self.dtype.itemsize)))
+        self._bus_rows = max(1, BUS_BYTES // (self.width * self.dtype.itemsize))
         self._landing, *self._buffers = (  # for copies in, and out
-            torch.empty(count, self.width, dtype=self.dtype, device=self._device)
-            for count in (part, PIECE_TOKENS, PIECE_TOKENS)
+            torch.empty(PIECE_TOKENS, self.width, dtype=self.dtype, device=self._device)
+            for _ in range(3)
         )
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
@@ -277,7 +291,7 @@ class _GpuCopies:
         main = torch.cuda.current_stream(self._device)
         every = [self.host_rows(len(slots)) for slots in parts]
         slots = self._slots(parts)
-        for rows, at in _parts(every, PIECE_TOKENS):
+        for rows, at in _pieces(every):
             buffer, emptied = self._buffers[self._next], self._emptied[self._next]
             self._next = 1 - self._next
             main.wait_event(emptied)
@@ -303,15 +317,18 @@ class _GpuCopies:
         def launch(rows: Tensor, at: int) -> torch.cuda.Event:
             landing = self._landing[: len(rows)]
             with torch.cuda.stream(self._in):
-                landing.copy_(rows, non_blocking=True)
+                # Rows at once would hold up what steps need; a launch for each part, their host.
+                for one, to in zip(
+                    *(x.split(self._bus_rows) for x in (rows, landing)), strict=True
+                ):
+                    to.copy_(one, non_blocking=True)
                 self._rows.scatter(slots, at, len(rows), landing)
                 event = torch.cuda.Event()
                 event.record(self._in)
             self._keep(event, parts)
             return event
 
-        every = _parts([part.rows for part in parts], len(self._landing))
-        return _ByStream(every, launch, self._device)
+        return _ByStream(_pieces([part.rows for part in parts]), launch, self._device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -319,10 +336,10 @@ class _GpuCopies:
         self._arena.close()
 
 
-def _parts(every: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int]]:
-    """Rows, no more than `most` at a time, and their index in all tensors together."""
+def _pieces(every: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Rows that a buffer holds, and their index in all tensors together."""
     at = 0
     for rows in every:
-        for part in rows.split(most):
-            yield part, at
-            at += len(part)
+        for piece in rows.split(PIECE_TOKENS):
+            yield piece, at
+            at += len(piece)

@@ -313,7 +313,7 @@ class PrefixTiers:
     def go_on(self) -> None:
         """Let copies go on, whether their sequences are looked at in a step or not."""
         for load in self._loading.values():
-            load.copied.done()
+            load.copied.go_on()
 
     def wait(self) -> bool:
         """Wait for the oldest copy; False: there is none."""
