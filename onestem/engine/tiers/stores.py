@@ -174,7 +174,8 @@ class TierStores:
         host, disk = self.host, self.disk  # in this order: after `forget` none gets what is old
         if disk is None:
             return None
-        self._make_room(num_tokens)
+        if host is not None:
+            host.make_room(num_tokens * self.bytes_per_token)
         kv = self.copies.host_rows(num_tokens)
         started = time.perf_counter()
         self._now_read.add(name)
@@ -240,16 +241,14 @@ class TierStores:
         wanted = [part for part in parts if not self.keeps(part[0])]
         if not wanted:
             return
-        self._make_room(sum(len(tokens) for _, tokens, _, _ in wanted))
+        if self.host is not None:
+            count = sum(len(tokens) for _, tokens, _, _ in wanted)
+            self.host.make_room(count * self.bytes_per_token)
         every, wait = self.copies.out([slots for _, _, slots, _ in wanted])
         for (name, tokens, _, kind), kv in zip(wanted, every, strict=True):
             if self.host is not None and name not in self.host:
                 self.host.put(name, kv, kind)
             self._put(name, tokens, kv, wait)
-
-    def _make_room(self, num_tokens: int) -> None:
-        if self.host is not None:
-            self.host.make_room(num_tokens * self.bytes_per_token)
 
     def _put(self, name: str, tokens: np.ndarray, kv: Tensor, wait: Callable[[], object]) -> None:
         self.stats.saved_tokens += len(tokens)
