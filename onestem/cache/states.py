@@ -21,6 +21,7 @@ class StateSlot:
         source: that its next rows continue; -1: none, the state begins with zeros.
         at: tokens of its prompt that are in the state, those of this step too.
         is_begun: whether it has rows.
+        common: first tokens that the next request has in common with it; None: not looked for.
         decodes: its prompt is in the state, and so are all tokens that it has sampled but the last.
     """
 
@@ -28,6 +29,7 @@ class StateSlot:
     source: int = -1
     at: int = 0
     is_begun: bool = False
+    common: int | None = None
     decodes: bool = False
 
 

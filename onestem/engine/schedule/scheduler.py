@@ -93,6 +93,8 @@ class Scheduler:
         )
         self.chunks = PromptChunks(cache, self.room, states)
         self.states = states
+        if states is not None:
+            states.upcoming = self.waiting.peek_interactive
         self.step = 0
         self._cache = cache
         self._ended = 0.0  # when the last step did

@@ -9,11 +9,16 @@ chunk ends there, and others of that path wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from onestem.cache import PrefixCache, Run, StatePool, StateSlot
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.sequence import Chunk, Sequence, StateRun
+from onestem.request import Request
+from onestem.tree import num_common
 
 LEAST_TOKENS = 16  # from one snapshot to the next: fewer are computed again
 
@@ -25,12 +30,14 @@ class States:
     Attributes:
         runs_ahead: a step may be launched before the tokens of the one before are known: a sequence
             that a token ends has one row too many in its state.
+        upcoming: the interactive request that comes next, or None.
         promised: sequences that will fork from running prompts, a slot each.
     """
 
     _cache: PrefixCache
     pool: StatePool
     runs_ahead: bool = False
+    upcoming: Callable[[], Request | None] = lambda: None
     promised: int = 0
 
     def admit(self, sequence: Sequence, *, alone: bool) -> bool:
@@ -166,12 +173,24 @@ class States:
             path = sequence.path(self._cache.tree.num_splits)
             shared = [run for run in path if run.owner is not sequence or run.computed > 0]
             wanted |= {run.end: False for run in shared[-1:]}
+            wanted[min(self._common(sequence), limit)] = False
             prompt = sequence.num_prompt - request.prefilled_tokens
             if not sequence.score_only and not sequence.num_output:
                 wanted[prompt] = False
         for place, end in enumerate(request.branches or ()):
             wanted[min(end, limit)] = place < request.awaited_branches
         return wanted
+
+    def _common(self, sequence: Sequence) -> int:
+        """First tokens that a sequence has in common with the next request: it would pass the end
+        of these before that comes."""
+        mine = sequence.state_slot
+        assert mine is not None
+        if mine.common is None:
+            coming, mine.common = self.upcoming(), 0
+            if coming is not None and coming.cache_salt == sequence.state.request.cache_salt:
+                mine.common = num_common(np.asarray(coming.prompt_token_ids), sequence.ids())
+        return mine.common
 
     def _ending(self, sequence: Sequence, end: int) -> Run:
         """The run of a sequence's path that ends before token `end`, split there if need be."""

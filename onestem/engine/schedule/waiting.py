@@ -11,7 +11,7 @@ from onestem.cache import PrefixCache
 from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.groups import PlannedGroups
-from onestem.engine.schedule.queue import RequestQueue
+from onestem.engine.schedule.queue import HybridQueue, RequestQueue
 from onestem.engine.sequence import Sequence
 from onestem.request import Request
 
@@ -79,6 +79,10 @@ class WaitingLine:
             return self.queue.peek()
         except Exception as error:
             raise SourceError from error
+
+    def peek_interactive(self) -> Request | None:
+        """The next interactive request of the queue; None: there is none."""
+        return self.queue.interactive.peek() if isinstance(self.queue, HybridQueue) else None
 
     @property
     def is_interactive(self) -> bool:
