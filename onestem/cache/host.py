@@ -87,7 +87,7 @@ class HostStore:
         return True
 
     def make_room(self, num_bytes: int) -> None:
-        """Let go what so many bytes displace, before they are taken: where memory is pinned, what
+        """Let go what `num_bytes` displace, before they are taken: where memory is pinned, what
         is beyond the budget takes longer than computing it."""
         with self._lock:
             self._keep_within(self.budget - num_bytes)

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from onestem.errors import RequestError
+from onestem.build import check_states
+from onestem.errors import RequestError, UnsupportedError
+from onestem.models.config import ModelConfig
+from onestem.options import EngineOptions
 from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.scores import completion_tree
@@ -316,6 +319,21 @@ class Traffic:
             if ids not in known:
                 known[ids] = oracle_logprobs(self.path, ids)
             assert (values - known[ids][index]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "what"),
+    [
+        ("cuda:0", {}, "device is cuda:0, and Qwen3_5ForCausalLM keeps recurrent states"),
+        ("cpu", {"host_kv": "1MiB"}, "host_kv is 1MiB, and Qwen3_5ForCausalLM keeps"),
+        ("cpu", {"disk_kv": "kv"}, "disk_kv is kv, and Qwen3_5ForCausalLM keeps"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused(tiny, device, options, what):
+    config = ModelConfig.from_directory(tiny("qwen3_5"))
+    with pytest.raises(UnsupportedError, match=what):
+        check_states(EngineOptions(**options), config, torch.device(device))
+    check_states(EngineOptions(), config, torch.device("cpu"))
 
 
 @pytest.mark.steps_fail
