@@ -291,6 +291,34 @@ def test_each_row_is_watched_of_prompts_and_of_answers(options):
 @pytest.mark.parametrize(
     ("name", "operation"),
     [
+        ("embed_tokens", "layer 0: embedding"),
+        ("layers.0.linear_attn.in_proj_b", "layer 0: product after the delta rule"),
+        ("layers.2.mlp.down_proj", "layer 2: MLP"),
+        ("layers.3.self_attn.o_proj", "layer 3: product after attention"),
+    ],
+)
+def test_operations_beside_states_are_named(tmp_path, name, operation):
+    """Some rows below a snapshot are computed again, for the state alone."""
+    path = make_tiny("qwen3_5", tmp_path / "tiny")
+    weights = load_file(path / "model.safetensors")
+    (name,) = (key for key in weights if f"{name}.weight" in key)
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    ids, found = list(range(5, 85)), []
+    for factor in (1, 2):
+        with LLM(path, device="cpu", dtype="float32", kv_memory="16MiB") as llm:
+            llm.update_weights([(name, factor * weights[name])])
+            seen = watch_operations(llm.engine, ids)
+            for prompt in ([*ids[:50], 7], [*ids[:60], 8], ids):
+                llm.generate([prompt], params)
+            found.append(seen)
+    named = first_change(*found)
+    assert named is not None
+    assert named[0] == operation
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
         ("model.embed_tokens.weight", "layer 0: embedding"),
         ("model.layers.0.input_layernorm.weight", "layer 0: norm"),
         ("model.layers.0.self_attn.v_proj.weight", "layer 0: product of queries, keys and values"),

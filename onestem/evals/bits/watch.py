@@ -62,7 +62,8 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
     decoder, runner = engine.weights.decoder, engine.launcher.runner
     forward, normed = decoder.forward, decoder.normed
     keys: list[int] = []  # index of each row's token; -1: of others
-    place = layer = norms = 0  # `norms`: since the layer's attention
+    place = layer = norms = 0  # `norms`: since the layer's attention, or its delta rule
+    mixer = ""  # which of both
 
     def note(name: str, rows: Any) -> None:
         nonlocal place
@@ -72,26 +73,39 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
             digests[keys[row]].add(digest)
         place += 1
 
-    def watched_forward(ids: Tensor, positions: Tensor, attend: Any, read: Any = None) -> Any:
+    def watched_forward(
+        ids: Tensor, positions: Tensor, attend: Any, read: Any = None, states: Any = None
+    ) -> Any:
         nonlocal place, layer, norms
         keys[:], place, layer, norms = _keys(engine, tokens), 0, 0, 2
 
+        def begin(index: int, name: str) -> None:
+            nonlocal layer, norms, mixer
+            layer, norms, mixer = index, 0, name
+
+        def end(index: int) -> None:
+            if read is not None and index == len(decoder.layers) - 1:  # others end here
+                keys[:] = [keys[row] if row < len(keys) else -1 for row in read.tolist()]
+
         def watched_attend(index: int, qkv: Tensor, *rest: Any) -> Tensor:
-            nonlocal layer, norms
-            layer, norms = index, 0
+            begin(index, "attention")
             note("product of queries, keys and values", qkv)
             out: Tensor = attend(index, qkv, *rest)
             note("attention", out)
-            if read is not None and index == len(decoder.layers) - 1:  # others end here
-                keys[:] = [keys[row] if row < len(keys) else -1 for row in read.tolist()]
+            end(index)
             return out
 
-        return forward(ids, positions, watched_attend, read)
+        def watched_states(index: int) -> Any:
+            begin(index, "the delta rule")
+            end(index)
+            return states(index)
+
+        return forward(ids, positions, watched_attend, read, states and watched_states)
 
     def watched_normed(hidden: Tensor, delta: Tensor | None, *rest: Any) -> Any:
         nonlocal layer, norms
         if delta is not None:
-            note("MLP" if norms else "product after attention", delta)
+            note("MLP" if norms else f"product after {mixer}", delta)
         elif not place:
             note("embedding", hidden)
         layer, norms = layer + (norms == 1), norms + 1
@@ -121,8 +135,9 @@ def _keys(engine: Engine, tokens: list[int]) -> list[int]:
     row_of = {slot: row for row, slot in enumerate(inputs.slots.tolist())}
     for chunk in batch_rows.chunks:
         known = min(chunk.end, alike(chunk.sequence.tokens))
+        new = chunk.start + (chunk.state.again if chunk.state else 0)  # others write nowhere
         for run in chunk.sequence.path(engine.cache.tree.num_splits):
-            first, end = max(run.start, chunk.start), min(run.end, known)
+            first, end = max(run.start, new), min(run.end, known)
             if first < end:
                 slots = run.slots(first - run.start, end - run.start).tolist()
                 for at, slot in enumerate(slots, first):
