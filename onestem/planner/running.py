@@ -170,7 +170,8 @@ class Planned:
             return request
         group = int(plan.group_of[index])
         prefix = int(plan.groups.prefix_tokens[group])
-        branches, awaited = self._branches(index)
+        is_alone = len(plan.order) == 1  # other calls may follow, of which nothing is known
+        branches, awaited = (None, 0) if is_alone else self._branches(index)
         return replace(
             request,
             branches=branches,

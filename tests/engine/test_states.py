@@ -12,6 +12,7 @@ import torch
 
 from onestem.build import check_states
 from onestem.errors import RequestError, UnsupportedError
+from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.options import EngineOptions
 from onestem.planner import RunningOrder, plan_job, planned
@@ -123,6 +124,19 @@ def test_a_conversation_goes_on_from_its_answers(tiny):
         assert output.metrics.num_computed_tokens == new
         assert output.metrics.num_cached_tokens == len(tokens) - new
         tokens = tokens + output.outputs[0].token_ids + shared_prompts(turn + 5)[7][:30]
+
+
+def test_calls_of_one_prompt_go_on_from_one_another(tiny):
+    """Nothing is known of the next call, as in a server."""
+    params, tokens = (
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+        Traffic.some(80, 0),
+    )
+    with LLM(tiny("qwen3_5"), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
+        for turn in range(3):
+            (output,) = llm.generate([tokens], params)
+            assert output.metrics.num_cached_tokens == (turn and len(tokens) - 31)
+            tokens = tokens + output.outputs[0].token_ids + Traffic.some(30, turn + 1)
 
 
 def test_the_third_prompt_begins_where_the_first_two_part(tiny):
