@@ -57,6 +57,11 @@ class StatePool:
         self._written: set[int] = set()
 
     @property
+    def runs(self) -> Iterable[Run]:
+        """Those that have snapshots."""
+        return self._snapshots.values()
+
+    @property
     def num_snapshots(self) -> int:
         """Snapshots that are held."""
         return len(self._snapshots)

@@ -246,6 +246,8 @@ class Engine:
                     self.abort(request_id)
                 waiting.queue = ours.queue
                 waiting.groups.release_all()
+                if self.scheduler.states is not None:
+                    self.scheduler.states.end_plan()
                 ours.factory.arrivals.clear()
                 self.results.touched.clear()
 

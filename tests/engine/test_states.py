@@ -230,6 +230,28 @@ def test_a_planned_job_takes_snapshots_where_prompts_part(tiny, parts, options):
     assert_idle(engine)
 
 
+def test_nothing_is_awaited_of_plans_that_have_ended(tiny):
+    """Of scored prompts, the first one's snapshot ends a token earlier; and streams are closed."""
+    options = {"device": "cpu", "dtype": "float32", "kv_memory": "16MiB", "max_num_seqs": 2}
+    with LLM(tiny("qwen3_5"), **options) as llm:
+        states, held = llm.engine.cache.states, []
+        decide = llm.engine.scheduler.decide
+
+        def counted(draft, rows):
+            held.append(states.num_slots - states.num_idle)
+            decide(draft, rows)
+
+        llm.engine.scheduler.decide = counted
+        prompts = [Traffic.some(40, seed) for seed in range(40)]
+        llm.score(prompts, [[[5] * 3, [6] * 3]] * len(prompts))
+        assert max(held) <= 5
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        stream = llm.stream([prompts[0] + Traffic.some(9, seed) for seed in range(300)], params)
+        next(stream)
+        stream.close()
+        assert (states.num_idle, states.num_snapshots) == (states.num_slots, 0)
+
+
 def test_snapshots_of_a_job_are_those_that_are_still_needed(tiny):
     """Groups run one after the other: the header's, and that of the group that runs."""
     prompts, _ = planned_prompts()

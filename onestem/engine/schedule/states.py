@@ -91,6 +91,14 @@ class States:
             return None
         return run if run.end == at or self._cache.may_grow(run) else None
 
+    def end_plan(self) -> None:
+        """Let go snapshots that planned requests would have continued which will not come."""
+        for run in list(self.pool.runs):
+            run.is_awaited = False
+            if run.is_branch and not run.is_held:
+                run.is_branch = False
+                self.pool.drop(run)
+
     def distrust(self, sequence: Sequence) -> None:
         """Note that a step failed, which may have changed a sequence's state."""
         if sequence.state_slot is not None:
@@ -151,9 +159,14 @@ class States:
 
     def _mark(self, draft: StepDraft, sequence: Sequence) -> None:
         """Say who takes the snapshots that are wanted on a sequence's path."""
-        last, state = 0, sequence.state
+        last, above, state = 0, 0, sequence.state
         planned = state.request.branches is not None and not state.metrics.num_preempted
         for end, is_awaited in sorted(self._wanted(sequence).items()):
+            if planned and not is_awaited:  # those before it may have taken it earlier
+                for run in sequence.path(self._cache.tree.num_splits):
+                    if above < run.end < end:
+                        run.is_awaited = False
+            above = end
             if end - last < LEAST_TOKENS:
                 continue
             run, last = self._ending(sequence, end), end
