@@ -32,7 +32,7 @@ from onestem.models.mlp import (
     route,
     route_on_gpu,
 )
-from onestem.models.names import Role, listed
+from onestem.models.names import RATES, Role, listed
 from onestem.models.part import part_of
 from onestem.models.places import Place, ProductPlace, TensorPlace
 from onestem.models.ranks import ALONE, Ranks
@@ -378,8 +378,9 @@ class Builder:
 
     def weight(self, spec: TensorSpec, ranks: Ranks) -> Weight:
         """See `read_weight`; notes what is not rounded."""
-        weight = read_weight(self.source, spec, self.quantization, ranks)
-        if self.quantization is not None and isinstance(weight, Tensor):
+        form = None if spec.role in RATES else self.quantization
+        weight = read_weight(self.source, spec, form, ranks)
+        if form is not None and isinstance(weight, Tensor):
             self.kept.append(str(spec.module))
         return weight
 

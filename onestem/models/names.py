@@ -79,6 +79,11 @@ class Role(enum.Enum):
     SHARED_FACTOR = enum.auto()  # `Experts.shared_gate`
 
 
+# Of their few rows decays are made, which every later token of a state feels: they are not rounded
+# when they are loaded.
+RATES = (Role.DELTA_A, Role.DELTA_B, Role.DELTA_BA)
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """Names in a checkpoint.

@@ -18,7 +18,7 @@ from onestem.models.formats.products import Target, projection, takes_groups
 from onestem.models.formats.tables import takes_rounded_head
 from onestem.models.gguf.blocks import empty_groups
 from onestem.models.linear import choose_layout, held_tensors
-from onestem.models.names import Role
+from onestem.models.names import RATES, Role
 from onestem.models.quantization import Scheme
 from onestem.models.tensors import Kind, Tensors, TensorSpec
 from onestem.ops.experts import MX_BLOCK
@@ -59,7 +59,8 @@ def formats_of(
     if quantization is not None:
         rounded = rounds_head(config, quantization, target_of(tensors, dtype, device))
         head = [config.tensor_names[Role.HEAD]] if rounded else []
-        return dict.fromkeys(modules + head, quantization)
+        kept = {one.module for one in tensors if one.role in RATES}
+        return {one: quantization for one in modules + head if one not in kept}
     stored = config.quantization
     if stored is None:
         return {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ from torch import Tensor
 from onestem.models.decoder import Decoder
 from onestem.models.find import find_model
 from onestem.models.formats import products
+from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.weights import load_decoder
 from onestem.ops import Angles, Heads
 from onestem.ops.cpu import is_built
 from onestem.ops.rounding import rounded_rows
-from tests.models.dense import dense_attend, prompt
+from tests.models.dense import dense_attend, log_probabilities, prompt
+from tests.models.quantised import FORMATS, dequantised, quantised
 
 ROWS = 64
 IDS = prompt(400, 250)
@@ -90,3 +95,32 @@ def test_a_last_bit_becomes_a_step_of_rounding(monkeypatch: pytest.MonkeyPatch) 
     assert half_way[flipped].max() < 1e-3
     off = (answers[0] - answers[1]).abs().max() / answers[0].abs().max()
     assert off > 1e-3  # not 1e-6, as of sums alone
+
+
+def test_rates_of_states_are_not_rounded(tiny: Callable[[str], Path]) -> None:
+    cpu = torch.device("cpu")
+    decoder = load_decoder(tiny("qwen3_5"), dtype=torch.bfloat16, device="cpu", quantization="int8")
+    layer = decoder.layers[0]
+    assert layer.delta is not None
+    assert layer.delta.rates.kind.startswith("bfloat16")
+    assert not layer.qkv.kind.startswith("bfloat16")
+    formats = formats_of(decoder.config, "int8", torch.bfloat16, cpu)
+    assert weight_bytes(decoder.config, torch.bfloat16, cpu, formats) == decoder.weight_bytes
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "packed int4", "gptq, act-order", "awq"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_states_of_stored_formats(
+    family: str, form: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As published: what makes the rates, and the convolution, is left out."""
+    left_out = ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "experts", "down_proj")
+    own = FORMATS[form]
+    own = replace(own, left_out=(*own.left_out, *left_out))
+    found = [
+        load_decoder(write(tiny(family), tmp_path / name, own), dtype=torch.float32, device="cpu")
+        for name, write in (("stored", quantised), ("plain", dequantised))
+    ]
+    assert "from" in found[0].layers[0].qkv.kind
+    stored, plain = (log_probabilities(one, IDS[:60]) for one in found)
+    torch.testing.assert_close(stored, plain, atol=1e-4, rtol=0)
