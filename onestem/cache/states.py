@@ -21,6 +21,7 @@ class StateSlot:
         source: that its next rows continue; -1: none, the state begins with zeros.
         at: tokens of its prompt that are in the state, those of this step too.
         is_begun: whether it has rows.
+        promised: slots for sequences that will fork from it.
         common: first tokens that the next request has in common with it; None: not looked for.
         decodes: its prompt is in the state, and so are all tokens that it has sampled but the last.
     """
@@ -29,6 +30,7 @@ class StateSlot:
     source: int = -1
     at: int = 0
     is_begun: bool = False
+    promised: int = 0
     common: int | None = None
     decodes: bool = False
 
@@ -70,6 +72,11 @@ class StatePool:
     def most_sequences(self) -> int:
         """Maximum sequences that have slots: others are left for snapshots."""
         return max(1, self.num_slots - max(1, int(SNAPSHOT_SHARE * self.num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are nobody's."""
+        return len(self._free)
 
     @property
     def num_idle(self) -> int:

@@ -21,6 +21,7 @@ from onestem.request import Request
 from onestem.tree import num_common
 
 LEAST_TOKENS = 16  # from one snapshot to the next: fewer are computed again
+FAR_TOKENS = 1024  # from one to the next, at most, where chunks of a prompt end
 
 
 @dataclass(eq=False, repr=False)
@@ -49,7 +50,7 @@ class States:
         slot = self.pool.take()
         if slot is None:
             return False
-        sequence.state_slot = StateSlot(slot)
+        sequence.state_slot = StateSlot(slot, promised=sequence.num_forks)
         self.promised += sequence.num_forks
         return True
 
@@ -60,6 +61,7 @@ class States:
         assert slot is not None  # it was promised
         assert chunk.state is not None
         self.promised -= 1
+        mine.promised -= 1
         child.state_slot = StateSlot(slot, slot, mine.at, is_begun=True)
         chunk.state.copies.append(slot)
 
@@ -69,7 +71,7 @@ class States:
         mine, sequence.state_slot = sequence.state_slot, None
         if mine is None:
             return
-        self.promised -= sequence.num_forks
+        self.promised -= mine.promised
         run = self._last(sequence, mine)
         if run is None:
             self.pool.give(mine.slot)
@@ -135,8 +137,11 @@ class States:
         chunk.state = StateRun(mine.source, mine.slot, again)
         mine.source, mine.at, mine.is_begun = mine.slot, chunk.end, True
         path = sequence.path(self._cache.tree.num_splits)
-        run = next((run for run in path if run.end == chunk.end), None)
-        if run is None or run.maker is not sequence:
+        run = next(run for run in path if run.end >= chunk.end)
+        if run.end > chunk.end and self._is_far(sequence, run, chunk.end):
+            run = self._cache.split(run, chunk.end - run.start)
+            run.maker = sequence
+        if run.end > chunk.end or run.maker is not sequence:
             return
         run.maker = None
         if run.snapshot >= 0:  # of a sequence that left meanwhile
@@ -145,6 +150,13 @@ class States:
         if slot is not None:
             chunk.state.copies.append(slot)
             chunk.state.runs.append(run)
+
+    def _is_far(self, sequence: Sequence, run: Run, at: int) -> bool:
+        """Whether a prompt that nobody has planned has gone so far into a run, up to token `at`,
+        that a snapshot is taken where its chunk ends anyway, while slots are free."""
+        if not self._cache.enabled or _is_planned(sequence) or sequence.score_only:
+            return False
+        return at - _above(run) >= FAR_TOKENS and self.pool.num_free > self.promised
 
     def take_back(self, chunk: Chunk) -> None:
         """Undo `advance` for a chunk that was not launched."""
