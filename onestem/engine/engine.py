@@ -245,9 +245,7 @@ class Engine:
                 for request_id in list(states):
                     self.abort(request_id)
                 waiting.queue = ours.queue
-                waiting.groups.release_all()
-                if self.scheduler.states is not None:
-                    self.scheduler.states.end_plan()
+                self.scheduler.end_plans()
                 ours.factory.arrivals.clear()
                 self.results.touched.clear()
 

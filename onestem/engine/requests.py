@@ -268,6 +268,8 @@ class Requests:
         for request_id in read:
             self.factory.forget(request_id)
             outputs.append(self.abort(request_id))
+        if not self.job_ids:
+            self._scheduler().end_plans()
         return [output for output in outputs if output is not None]
 
     @property

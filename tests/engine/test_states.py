@@ -271,6 +271,18 @@ def test_nothing_is_awaited_of_plans_that_have_ended(tiny):
         assert (states.num_idle, states.num_snapshots) == (states.num_slots, 0)
 
 
+def test_nothing_is_awaited_of_a_job_that_is_removed(tiny):
+    engine, (prompts, _) = make_engine(tiny("qwen3_5"), max_num_seqs=3), planned_prompts()
+    order = RunningOrder(plan_job([np.array(prompt, np.int32) for prompt in prompts]))
+    engine.requests.add_job("job", planned(requests_for(prompts, max_tokens=4), order))
+    states = engine.cache.states
+    while states.num_snapshots == 0:
+        engine.step()
+    engine.requests.remove_job("job")
+    assert (states.num_idle, states.num_snapshots) == (states.num_slots, 0)
+    assert_idle(engine)
+
+
 def test_snapshots_of_a_job_are_those_that_are_still_needed(tiny):
     """Groups run one after the other: the header's, and that of the group that runs."""
     prompts, _ = planned_prompts()

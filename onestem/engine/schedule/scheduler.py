@@ -350,8 +350,14 @@ class Scheduler:
         """Whether nothing runs and nothing waits; planned groups are complete then."""
         if self.room.num_running or self.waiting or self.waiting.queue.peek() is not None:
             return False
-        self.waiting.groups.release_all()
+        self.end_plans()
         return True
+
+    def end_plans(self) -> None:
+        """Keep nothing for planned requests: no more will come."""
+        self.waiting.groups.release_all()
+        if self.states is not None:
+            self.states.end_plans()
 
 
 def _has_rows(draft: StepDraft, rows: DecodingRows) -> bool:

@@ -93,7 +93,7 @@ class States:
             return None
         return run if run.end == at or self._cache.may_grow(run) else None
 
-    def end_plan(self) -> None:
+    def end_plans(self) -> None:
         """Let go snapshots that planned requests would have continued which will not come."""
         for run in list(self.pool.runs):
             run.is_awaited = False
