@@ -69,7 +69,12 @@ def test_lists_show_what_the_plan_shows(
 ):
     rng = np.random.default_rng(seed)
     plan = random_plan(
-        rng, page_size=page_size, num_runs=num_runs, num_seqs=num_seqs, window=window
+        rng,
+        page_size=page_size,
+        num_runs=num_runs,
+        num_seqs=num_seqs,
+        window=window,
+        num_pages=2048,  # as many as the longest need, of one token each
     )
     model = COSTS[cost]
     work = make_work(
