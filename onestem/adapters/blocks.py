@@ -44,7 +44,6 @@ class EventForms:
 
 
 Kind = Literal["reasoning", "text", "call"]
-KINDS: dict[str, Kind] = {"thought": "reasoning", "text": "text"}  # by a reader's mode
 
 
 @dataclass(slots=True)
@@ -94,24 +93,14 @@ class Blocks:
         """Whether there are calls, and the last one's arguments have ended."""
         return self._reader is not None and self._reader.has_called
 
-    def more(self, text: str) -> Block | None:
-        """The open block to which a text was added as it is, as most are; None: it is to be fed."""
-        block, reader = self._open, self._reader
-        if block is None or not text:
-            return None
-        if reader is not None and (
-            block.kind != KINDS.get(reader.mode) or reader.plain(text) is None
-        ):
-            return None
-        block.parts.append(text)
-        return block
-
     def feed(self, text: str, *, ends: bool) -> list[News]:
         """Read more text; `ends`: the answer has no more."""
         news: list[News] = []
         reader = self._reader
         if self._reading is None or reader is None:
             self._add(news, "text", text)
+        elif not ends and (mode := reader.plain(text)) is not None:
+            self._add(news, "reasoning" if mode == "thought" else "text", text)
         else:
             form = self._reading.form
             for event in (*reader.feed(text), *(reader.finish() if ends else ())):

@@ -69,9 +69,6 @@ class ResponseWriter:
 
     def token(self, token_id: int, text: str) -> bytes:
         """The events for one further token."""
-        block = self._blocks.more(text)
-        if block is not None:
-            return self._of(("more", block, text)).encode()
         return self._written(text, ends=False).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:

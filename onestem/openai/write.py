@@ -476,14 +476,14 @@ class Chunks:
         reading, told = self._form.reading, text
         if self._form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
-        mode = "text" if reading is None else self._reader(reading, 0).plain(text)
-        if reading is not None and mode is None:
+        mode: Mode = "text"
+        if reading is not None:
             said = self._read(reading, 0, text, False)
             if said.calls or (said.text and said.reasoning):
                 empty = CompletionOutput(index=0, text="", token_ids=[])
                 return self._written(0, empty, said).encode()
             told, mode = said.text or said.reasoning, "thought" if said.reasoning else "text"
-        if mode is None or not told:
+        if not told:
             return b""
         around = self._around.get(mode)
         if around is None:
@@ -532,15 +532,13 @@ class Chunks:
             f"{of_chat}{self._end}"
         )
 
-    def _reader(self, reading: Reading, index: int) -> AnswerReader:
+    def _read(self, reading: Reading, index: int, text: str, is_last: bool) -> _Said:
+        """What is new in a sequence's answer."""
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = AnswerReader(reading)
-        return reader
-
-    def _read(self, reading: Reading, index: int, text: str, is_last: bool) -> _Said:
-        """What is new in a sequence's answer."""
-        reader = self._reader(reading, index)
+        if not is_last and (mode := reader.plain(text)) is not None:
+            return _Said(reasoning=text) if mode == "thought" else _Said(text)
         said = _Said()
         calls: dict[int, dict[str, Any]] = {}
         for event in (*reader.feed(text), *(reader.finish() if is_last else ())):

@@ -57,7 +57,6 @@ class AnswerReader:
     Attributes:
         thoughts: where reasoning begins and ends in the text with its marks, in characters; an odd
             number of places: it has not ended.
-        mode: what is read now.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -74,13 +73,13 @@ class AnswerReader:
         self._head = form.head
         self._arguments: ArgumentsReader | None = None
         self._found: list[AnswerEvent] = []
-        self.mode: Mode = "text"
+        self._mode: Mode = "text"
         self._begun: str | None = None  # line ends with which a text begins; None: it has begun
         self._read = self._read_on
         if form.reasoning is not None:
             self._read = self._read_start
         elif form.channels is not None:
-            self.mode = "between"
+            self._mode = "between"
         self._plain: Callable[[str], object] | None = None  # whether a text is given out as it is
         self._note_plain()
 
@@ -91,9 +90,9 @@ class AnswerReader:
             return None
         self._space = ""
         self._num_read += len(text)
-        if self.mode == "text":
+        if self._mode == "text":
             self._has_text = True
-        return self.mode
+        return self._mode
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
@@ -108,7 +107,7 @@ class AnswerReader:
     def _note_plain(self) -> None:
         self._plain = None
         if self._read == self._read_on and self._begun is None and not self._buffer:
-            marks = self._marks[self.mode]
+            marks = self._marks[self._mode]
             self._plain = str if marks is None else marks.cannot_begin
 
     @property
@@ -130,16 +129,16 @@ class AnswerReader:
         if self._arguments is not None:
             self._tell_arguments(self._arguments.take(rest, True)[0])
         elif self._read == self._read_on:
-            if self.mode == "thought":
+            if self._mode == "thought":
                 rest = rest.rstrip("\n")
-            is_blank = self.mode == "text" and self._num_calls and not self._has_text
+            is_blank = self._mode == "text" and self._num_calls and not self._has_text
             self._tell(rest.rstrip() if is_blank else rest)
         found, self._found = self._found, []
         return found
 
     def _tell(self, text: str) -> None:
         """Give out text or reasoning, as the mode says."""
-        is_thought = self.mode == "thought"
+        is_thought = self._mode == "thought"
         if self._begun is not None:
             own = text.lstrip("\n")
             self._begun += text[: len(text) - len(own)]
@@ -180,13 +179,13 @@ class AnswerReader:
 
     def _turn(self, mode: Mode, place: int) -> None:
         """What the text is from a place on."""
-        if (mode == "thought") != (self.mode == "thought"):
+        if (mode == "thought") != (self._mode == "thought"):
             self.thoughts.append(place)
-        self.mode = mode
+        self._mode = mode
 
     def _read_on(self) -> bool:
         """Read text or reasoning up to a mark."""
-        marks = self._marks[self.mode]
+        marks = self._marks[self._mode]
         found = marks.search(self._buffer) if marks is not None else None
         if found is None:
             kept = marks.undecided(self._buffer) if marks is not None else 0
@@ -196,7 +195,7 @@ class AnswerReader:
             return False
         mark, at = found.group(), found.start()
         before, self._buffer = self._buffer[:at], self._buffer[at:]
-        is_thought = self.mode == "thought"
+        is_thought = self._mode == "thought"
         told = before.rstrip("\n" if is_thought else None)
         self._tell(told)
         self._space += before[len(told) :]
@@ -264,7 +263,7 @@ class AnswerReader:
 
     def _call(self, name: str, call_id: str, begin: int) -> None:
         """A call begins, which ends reasoning; `begin`: where."""
-        is_after = self._has_text and self.mode == "text"
+        is_after = self._has_text and self._mode == "text"
         gap = self._gaps.before_call
         if is_after and gap is not None and self._space.endswith(gap):
             self._tell(self._space.removesuffix(gap))
