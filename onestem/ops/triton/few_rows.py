@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.triton.tiled import Tiles, fitting, store_tile, tile_of
+from onestem.ops.triton.tiled import Tiles, fitting, store_tile, sum_columns, tile_of
 
 # Maximum rows, and tiles for them. The first ones are multiplied by other instructions than the
 # others, of which more programs share a weight.
@@ -38,23 +38,12 @@ def _rows_product(
     TILES: tl.constexpr,
 ):
     """Program (tile): the sums of a tile over all columns."""
-    BLOCK_K: tl.constexpr = TILES.columns
     m, n = tile_of(num_rows, num_out, TILES)
-    i = tl.arange(0, BLOCK_K)
     in_n, in_m = n < num_out, m < num_rows
-    weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
-    x_at = x + m.to(tl.int64)[None, :] * size + i[:, None]
     SHAPE: tl.constexpr = (TILES.out, TILES.rows)
     total = tl.zeros(SHAPE, tl.float32)
-    for column in range(0, size, BLOCK_K):
-        if EVEN:
-            left = tl.load(weight_at + column, mask=in_n[:, None], other=0.0)
-            right = tl.load(x_at + column, mask=in_m[None, :], other=0.0)
-        else:
-            in_k = column + i < size
-            left = tl.load(weight_at + column, mask=in_n[:, None] & in_k[None, :], other=0.0)
-            right = tl.load(x_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+    chunks = tl.cdiv(size, TILES.columns)
+    total = sum_columns(total, weight, x, n, m, in_n, in_m, size, 0, chunks, EVEN, TILES.columns)
     inside = in_n[:, None] & in_m[None, :]
     store_tile(total, bias, out, n, m, num_out, inside, HAS_BIAS)
 

@@ -22,12 +22,13 @@ from onestem.ops.triton.kernels import (
     _divide,
     _exp2,
     _Inputs,
+    _item_rows,
     _locate,
     _log2,
     _merge,
     _View,
 )
-from onestem.ops.triton.words import LN_2, LOG2_E, W
+from onestem.ops.triton.words import LN_2, W
 from onestem.ops.work import Tile
 from onestem.ops.work.grid import FIRST_SEGMENT, FIRST_TO, SEGMENT
 
@@ -55,6 +56,31 @@ def _fold(top, weights, total, more_top, more_weights, more_total, EXACT: tl.con
     top, old, more = _factors(top, more_top, EXACT)
     weights = tl.fma(more_weights, more, weights * old)
     return top, weights, tl.fma(more_total, more[:, None], total * old[:, None])
+
+
+@triton.jit
+def _at_border(
+    start, first, old_top, old_weights, old_total, top, weights, total, EXACT: tl.constexpr
+):
+    """Before a tile: where it begins a segment that is not the item's `first`, the state of the one
+    before it is folded into the old ones, and begins from nothing."""
+    if _is_border(start) & (start > first):
+        old_top, old_weights, old_total = _fold(
+            old_top, old_weights, old_total, top, weights, total, EXACT
+        )
+        top = tl.full(top.shape, float("-inf"), tl.float32)
+        weights = tl.zeros_like(weights)
+        total = tl.zeros_like(total)
+    return old_top, old_weights, old_total, top, weights, total
+
+
+@triton.jit
+def _entry_at(entry):
+    """A walk entry's base, and the positions of its end, and of the first and last tokens that all
+    rows see."""
+    base = tl.load(entry + W.POSITION)
+    until = tl.load(entry + W.HI) + base
+    return base, until, tl.load(entry + W.CLEAR_LO) + base, tl.load(entry + W.CLEAR_HI) + base
 
 
 @triton.jit
@@ -88,28 +114,13 @@ def _walk_item(
 ):
     """Walk one item for one KV head."""
     EXACT: tl.constexpr = inputs.q.dtype.element_ty == tl.float32
-    num_rows = tl.load(record + W.NUM_ROWS)
-    row_start = tl.load(record + W.ROW_START)
     num_walk = tl.load(record + W.NUM_WALK)
     more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
     pages = control + tl.load(control + W.AT_PAGES)
-
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    j = m // FORM.group  # [BLOCK_M] row of the item
-    q_head = head * FORM.group + m % FORM.group  # [BLOCK_M]
-    used = j < num_rows
-    d = tl.arange(0, FORM.block_d)  # [BLOCK_D]
-    inside = used[:, None] & (d < FORM.head_dim)[None, :]
-    row = tl.load(control + tl.load(control + W.AT_ROWS) + row_start + j, mask=used, other=0)
     num_heads: tl.constexpr = FORM.num_kv_heads * FORM.group
-    at = (row.to(tl.int64) * num_heads + q_head) * FORM.head_dim  # [BLOCK_M]
-    query = tl.load(inputs.q + at[:, None] + d[None, :], mask=inside, other=0.0)
-    position = j  # [BLOCK_M] position id of the row, if it is needed
-    slope = inputs.scale
-    if FORM.windowed or FORM.alibi:
-        position = tl.load(control + tl.load(control + W.AT_POSITIONS) + row, mask=used, other=0)
-    if FORM.alibi:
-        slope = tl.load(inputs.slopes + q_head, mask=used, other=0.0) * LOG2_E
+    row_start, j, q_head, used, d, inside, row, at, query, position, slope = _item_rows(
+        control, record, head, inputs, BLOCK_M, FORM
+    )
     oldest = position
     if FORM.windowed:
         oldest = position - tl.load(control + W.WINDOW) + 1
@@ -121,11 +132,8 @@ def _walk_item(
     stop = tl.load(final + W.HI) + base
     last = tl.load(final + W.END) + base + j * tl.load(final + W.STEP)  # [BLOCK_M] each row's end
     view = _View(last, oldest, position, slope)
-    base = tl.load(entry + W.POSITION)
+    base, until, clear_lo, clear_hi = _entry_at(entry)
     begin = tl.load(entry + W.LO) + base
-    until = tl.load(entry + W.HI) + base
-    clear_lo = tl.load(entry + W.CLEAR_LO) + base
-    clear_hi = tl.load(entry + W.CLEAR_HI) + base
     first = begin // BLOCK_N * BLOCK_N
     start = first
 
@@ -146,13 +154,9 @@ def _walk_item(
             next_x, next_page = _locate(
                 pages, tile + BLOCK_N - base, until - base, FORM.page_size, BLOCK_N
             )
-            if _is_border(tile) & (tile > first):
-                old_top, old_weights, old_total = _fold(
-                    old_top, old_weights, old_total, top, weights, total, EXACT
-                )
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                weights = tl.zeros([BLOCK_M], tl.float32)
-                total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            old_top, old_weights, old_total, top, weights, total = _at_border(
+                tile, first, old_top, old_weights, old_total, top, weights, total, EXACT
+            )
             top, weights, total = _attend_tile(
                 query, top, weights, total, x, page, tile, stop, view, head, inputs, BLOCK_N,
                 False, HEAD_MAJOR, FORM,
@@ -164,31 +168,22 @@ def _walk_item(
             token = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK_N), begin), stop - 1)
             x = token - base
             while until < tl.minimum(start + BLOCK_N, stop):
-                entry, index = more + index * W.ENTRY, index + 1
-                base = tl.load(entry + W.POSITION)
-                x = tl.where(token >= until, token - base, x)
-                until = tl.load(entry + W.HI) + base
-                clear_lo = tl.load(entry + W.CLEAR_LO) + base
-                clear_hi = tl.load(entry + W.CLEAR_HI) + base
+                before = until
+                base, until, clear_lo, clear_hi = _entry_at(more + index * W.ENTRY)
+                index += 1
+                x = tl.where(token >= before, token - base, x)
             page = tl.load(pages + x // FORM.page_size)
-            if _is_border(start) & (start > first):
-                old_top, old_weights, old_total = _fold(
-                    old_top, old_weights, old_total, top, weights, total, EXACT
-                )
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                weights = tl.zeros([BLOCK_M], tl.float32)
-                total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            old_top, old_weights, old_total, top, weights, total = _at_border(
+                start, first, old_top, old_weights, old_total, top, weights, total, EXACT
+            )
             top, weights, total = _attend_tile(
                 query, top, weights, total, x, page, start, stop, view, head, inputs, BLOCK_N,
                 True, HEAD_MAJOR, FORM,
             )  # fmt: skip
             start += BLOCK_N
         if (until <= start) & (start < stop):
-            entry, index = more + index * W.ENTRY, index + 1
-            base = tl.load(entry + W.POSITION)
-            until = tl.load(entry + W.HI) + base
-            clear_lo = tl.load(entry + W.CLEAR_LO) + base
-            clear_hi = tl.load(entry + W.CLEAR_HI) + base
+            base, until, clear_lo, clear_hi = _entry_at(more + index * W.ENTRY)
+            index += 1
     top, weights, total = _fold(old_top, old_weights, old_total, top, weights, total, EXACT)
 
     dest = tl.load(control + tl.load(control + W.AT_DEST) + row_start + j, mask=used, other=-1)

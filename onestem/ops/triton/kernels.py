@@ -186,6 +186,36 @@ def _attend_tile(
 
 
 @triton.jit
+def _item_rows(control, record, head, inputs, BLOCK_M: tl.constexpr, FORM: tl.constexpr):
+    """An item's rows for one KV head.
+
+    Where its first one is; of each line of a tile `[BLOCK_M]` the row j of the item, the query
+    head, and whether there is one. Dimensions `[BLOCK_D]`, and what of the tile is used. Then of
+    each line its row of the step, the place of its query, and the query; a position id and a slope
+    where they are needed.
+    """
+    num_rows = tl.load(record + W.NUM_ROWS)
+    row_start = tl.load(record + W.ROW_START)
+    m = tl.arange(0, BLOCK_M)
+    j = m // FORM.group
+    q_head = head * FORM.group + m % FORM.group
+    used = j < num_rows
+    d = tl.arange(0, FORM.block_d)
+    inside = used[:, None] & (d < FORM.head_dim)[None, :]
+    row = tl.load(control + tl.load(control + W.AT_ROWS) + row_start + j, mask=used, other=0)
+    num_heads: tl.constexpr = FORM.num_kv_heads * FORM.group
+    at = (row.to(tl.int64) * num_heads + q_head) * FORM.head_dim
+    query = tl.load(inputs.q + at[:, None] + d[None, :], mask=inside, other=0.0)
+    position = j
+    slope = inputs.scale
+    if FORM.windowed or FORM.alibi:
+        position = tl.load(control + tl.load(control + W.AT_POSITIONS) + row, mask=used, other=0)
+    if FORM.alibi:
+        slope = tl.load(inputs.slopes + q_head, mask=used, other=0.0) * LOG2_E
+    return row_start, j, q_head, used, d, inside, row, at, query, position, slope
+
+
+@triton.jit
 def _attend_item(
     control,
     record,
@@ -199,28 +229,13 @@ def _attend_item(
     FORM: tl.constexpr,
 ):
     """Walk one item for one KV head. SPLIT: tokens that all rows see are walked without a mask."""
-    num_rows = tl.load(record + W.NUM_ROWS)
-    row_start = tl.load(record + W.ROW_START)
     num_walk = tl.load(record + W.NUM_WALK)
     more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
     pages = control + tl.load(control + W.AT_PAGES)
-
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    j = m // FORM.group  # [BLOCK_M] row of the item
-    q_head = head * FORM.group + m % FORM.group  # [BLOCK_M]
-    used = j < num_rows
-    d = tl.arange(0, FORM.block_d)  # [BLOCK_D]
-    inside = used[:, None] & (d < FORM.head_dim)[None, :]
-    row = tl.load(control + tl.load(control + W.AT_ROWS) + row_start + j, mask=used, other=0)
     num_heads: tl.constexpr = FORM.num_kv_heads * FORM.group
-    at = (row.to(tl.int64) * num_heads + q_head) * FORM.head_dim  # [BLOCK_M]
-    query = tl.load(inputs.q + at[:, None] + d[None, :], mask=inside, other=0.0)
-    position = j  # [BLOCK_M] position id of the row, if it is needed
-    slope = inputs.scale
-    if FORM.windowed or FORM.alibi:
-        position = tl.load(control + tl.load(control + W.AT_POSITIONS) + row, mask=used, other=0)
-    if FORM.alibi:
-        slope = tl.load(inputs.slopes + q_head, mask=used, other=0.0) * LOG2_E
+    row_start, j, q_head, used, d, inside, row, at, query, position, slope = _item_rows(
+        control, record, head, inputs, BLOCK_M, FORM
+    )
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)

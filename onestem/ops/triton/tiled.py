@@ -125,6 +125,38 @@ def tile_of(num_rows, num_out, TILES: tl.constexpr):
 
 
 @triton.jit
+def sum_columns(
+    total,
+    weight,
+    rows,
+    n,
+    m,
+    in_n,
+    in_m,
+    size,
+    first,
+    last,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile's sum, with the products of chunks first..last-1 of the weight's and rows' columns."""
+    i = tl.arange(0, BLOCK_K)
+    weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
+    row_at = rows + m.to(tl.int64)[None, :] * size + i[:, None]
+    for chunk in range(first, last):
+        column = chunk * BLOCK_K
+        if EVEN:
+            left = tl.load(weight_at + column, mask=in_n[:, None], other=0.0)
+            right = tl.load(row_at + column, mask=in_m[None, :], other=0.0)
+        else:
+            in_k = column + i < size
+            left = tl.load(weight_at + column, mask=in_n[:, None] & in_k[None, :], other=0.0)
+            right = tl.load(row_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee", out_dtype=total.dtype)
+    return total
+
+
+@triton.jit
 def sum_parts(total, parts, counters, inside, TILES: tl.constexpr):
     """Store a part's sum; the last program of a tile gets all parts, added in order."""
     SPLIT: tl.constexpr = TILES.split
@@ -248,26 +280,15 @@ def _channels_product(
     TILES: tl.constexpr,
 ):
     """Program (tile, part): the sum of a tile over `chunks` chunks of columns."""
-    BLOCK_K: tl.constexpr = TILES.columns
     m, n = tile_of(num_rows, num_out, TILES)
-    i = tl.arange(0, BLOCK_K)
     in_n, in_m = n < num_out, m < num_rows
-    weight_at = weight + n.to(tl.int64)[:, None] * size + i[None, :]
-    code_at = codes + m.to(tl.int64)[None, :] * size + i[:, None]
     SHAPE: tl.constexpr = (TILES.out, TILES.rows)
     total = tl.zeros(SHAPE, tl.int32 if IS_INT else tl.float32)
     first = tl.program_id(1) * chunks
-    last = tl.minimum(first + chunks, tl.cdiv(size, BLOCK_K))
-    for chunk in range(first, last):
-        column = chunk * BLOCK_K
-        if EVEN:
-            left = tl.load(weight_at + column, mask=in_n[:, None], other=0.0)
-            right = tl.load(code_at + column, mask=in_m[None, :], other=0.0)
-        else:
-            in_k = column + i < size
-            left = tl.load(weight_at + column, mask=in_n[:, None] & in_k[None, :], other=0.0)
-            right = tl.load(code_at + column, mask=in_m[None, :] & in_k[:, None], other=0.0)
-        total = tl.dot(left, right, total, out_dtype=total.dtype)
+    last = tl.minimum(first + chunks, tl.cdiv(size, TILES.columns))
+    total = sum_columns(
+        total, weight, codes, n, m, in_n, in_m, size, first, last, EVEN, TILES.columns
+    )
     inside = in_n[:, None] & in_m[None, :]
     is_last = True
     if TILES.split > 1:
