@@ -89,8 +89,7 @@ def in_parts(
     padded_to: int = PADDED_TO,
 ) -> Tensor:
     """`multiply(x)`, with `x` `[n, in_features]` in parts of one of the `numbers` of rows each, as
-    `numbers_alike` returns them; the last is filled with zeros. Up to `padded_to` rows it always
-    is."""
+    `numbers_alike` returns them; the last is filled up. Up to `padded_to` rows it always is."""
     if len(x) in numbers:
         return multiply(_aligned(x))
     if not len(x):
@@ -98,7 +97,7 @@ def in_parts(
     parts, first = [], 0
     for taken, rows in cuts(len(x), numbers, padded_to):
         part = _aligned(x[first : first + taken])
-        part = F.pad(part, (0, 0, 0, rows - taken)) if rows > taken else part
+        part = _padded(part, rows) if rows > taken else part
         parts.append(multiply(part)[:taken])
         first += taken
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -119,6 +118,16 @@ def cuts(
         assert below is not None
         yield below, below
         rows -= below
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """With zeros; on a GPU with what is there, since no row reads another, and zeros are a launch
+    more."""
+    if not x.is_cuda:
+        return F.pad(x, (0, 0, 0, rows - len(x)))
+    padded = x.new_empty(rows, x.shape[1])
+    padded[: len(x)] = x
+    return padded
 
 
 def _aligned(x: Tensor) -> Tensor:

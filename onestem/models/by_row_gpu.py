@@ -163,22 +163,12 @@ def form_of(
     return made
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    padded = x.new_empty(rows, x.shape[1])
-    padded[: len(x)] = x
-    return padded
-
-
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, *, wide: bool) -> Tensor:
     """x `[n, in_features]` times the weight, in its form."""
     tiles = form.tiles(len(x))
     if tiles is not None:
         dtype = torch.float32 if wide else x.dtype
         return rows_product(x.contiguous(), weight, bias, tiles, dtype)
-    rows, least = len(x), form.numbers[0]
-    if 0 < rows < least:  # what fills it is not read
-        x = _padded(x, least)
-    made = in_parts(
+    return in_parts(
         lambda part: library_product(part, weight, bias, wide=wide), x, form.numbers, ROWS[-1]
     )
-    return made[:rows]
