@@ -23,6 +23,7 @@ from tests.models.tiny import FAMILIES
 from tests.soak import one_in, soaked
 
 SHARES = ("full", "storage", "off")
+RECOMPUTED = ("llama", "qwen3_5")  # keys and values alone, and states that depend on all before
 
 
 @pytest.mark.parametrize("share", ["full", *map(soaked, ("storage", "off"))])
@@ -34,7 +35,7 @@ def test_every_family(tiny, expected, family, share):
 @pytest.mark.parametrize(
     ("share", "chunk", "page_size"), one_in(3, SHARES, (1, 7, 4096), (1, 16, 64))
 )
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5", "qwen3_next"])
 def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
     check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
 
@@ -73,7 +74,7 @@ def test_spare_rows_change_nothing(tiny, expected, family, share, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", ["llama_llama3_rope", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_llama3_rope", "qwen3", "qwen3_next"])
 def test_any_order(tiny, expected, family, seed):
     order = list(range(len(shared_prompts())))
     random.Random(seed).shuffle(order)
@@ -82,10 +83,11 @@ def test_any_order(tiny, expected, family, seed):
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_small_pool_sets_back(tiny, expected, page_size, share):
+@pytest.mark.parametrize("family", RECOMPUTED)
+def test_small_pool_sets_back(tiny, expected, family, page_size, share):
     check(
-        tiny("llama"),
-        expected("llama"),
+        tiny(family),
+        expected(family),
         share=share,
         page_size=page_size,
         num_pages=96 // page_size,
@@ -93,9 +95,10 @@ def test_small_pool_sets_back(tiny, expected, page_size, share):
     )
 
 
-def test_set_back_happens_and_changes_nothing(tiny):
+@pytest.mark.parametrize("family", RECOMPUTED)
+def test_set_back_happens_and_changes_nothing(tiny, family):
     """Answers so long that the pool cannot hold what admission let in."""
-    path = tiny("llama")
+    path = tiny(family)
     prompts = shared_prompts()[:6]
     outputs = {}
     for pages in (4096, 12):
@@ -141,9 +144,11 @@ def test_reference_attention_runs_the_engine_too(tiny, expected):
 
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("share", ["full", "off"])
-def test_n_shares_the_prompt(tiny, n, share):
-    """n sequences of a request answer as n requests would, and compute the prompt once."""
-    engine = make_engine(tiny("llama"), share=share)
+@pytest.mark.parametrize("family", RECOMPUTED)
+def test_n_shares_the_prompt(tiny, family, n, share):
+    """n sequences of a request answer as n requests would, and compute the prompt once. Of
+    states there is one for each, and one for a snapshot."""
+    engine = make_engine(tiny(family), share=share, num_states=n + 1)
     seen = record_logprobs(engine)
     prompt = shared_prompts()[0]
     request = requests_for([prompt], max_tokens=8, n=n, temperature=1.0, seed=7)[0]
@@ -151,7 +156,7 @@ def test_n_shares_the_prompt(tiny, n, share):
     assert sorted(o.index for o in output.outputs) == list(range(n))
     assert len({tuple(o.token_ids) for o in output.outputs}) > 1
     for completion in output.outputs:
-        want = oracle_logprobs(tiny("llama"), prompt + completion.token_ids)
+        want = oracle_logprobs(tiny(family), prompt + completion.token_ids)
         for step in range(1, 8):
             index = len(prompt) - 1 + step
             assert (seen["0", completion.index, index] - want[index]).abs().max() < TOLERANCE

@@ -31,22 +31,12 @@ from tests.engine.harness import (
     shared_prompts,
     watch_logits,
 )
-from tests.soak import one_in
 
 # Of some thousand rows: where a head's result is near zero, its norm makes much of rounding. A row
 # that a state lacks moves them by more than 1e-2.
 OFTEN = 5 * TOLERANCE
 
 SHARES = ("full", "storage", "off")
-FAMILIES = ("qwen3_5", "qwen3_next")
-
-
-@pytest.mark.parametrize(
-    ("share", "chunk", "page_size"), one_in(3, SHARES, (1, 7, 4096), (1, 16, 64))
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_and_pages(tiny, expected, family, page_size, chunk, share):
-    check(tiny(family), expected(family), share=share, page_size=page_size, max_step_tokens=chunk)
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 3, 5])
@@ -56,59 +46,6 @@ def test_few_states(tiny, expected, share, num_states):
         tiny("qwen3_5"), expected("qwen3_5"), share=share, num_states=num_states, max_step_tokens=48
     )
     assert engine.cache.states.num_snapshots <= num_states
-
-
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_small_pool_sets_back(tiny, expected, page_size, share):
-    check(
-        tiny("qwen3_5"),
-        expected("qwen3_5"),
-        share=share,
-        page_size=page_size,
-        num_pages=96 // page_size,
-        max_step_tokens=64,
-    )
-
-
-def test_set_back_happens_and_changes_nothing(tiny):
-    path, prompts, outputs = tiny("qwen3_5"), shared_prompts()[:6], {}
-    for pages in (4096, 12):
-        engine = make_engine(path, num_pages=pages, page_size=16)
-        seen = record_logprobs(engine)
-        found = answer(engine, requests_for(prompts, max_tokens=90))
-        outputs[pages] = found, seen, engine.stats.num_preempted
-    assert outputs[4096][2] == 0
-    assert outputs[12][2] > 0
-    for key, output in outputs[4096][0].items():
-        assert output.outputs[0].token_ids == outputs[12][0][key].outputs[0].token_ids
-    for key, values in outputs[4096][1].items():
-        assert (values - outputs[12][1][key]).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_order(tiny, expected, seed):
-    order = list(range(len(shared_prompts())))
-    random.Random(seed).shuffle(order)
-    check(tiny("qwen3_next"), expected("qwen3_next"), order=order, max_step_tokens=23)
-
-
-@pytest.mark.parametrize("n", [2, 5])
-@pytest.mark.parametrize("share", ["full", "off"])
-def test_n_shares_the_prompt(tiny, n, share):
-    """Forks go on from copies of one state."""
-    engine = make_engine(tiny("qwen3_5"), share=share, num_states=n + 1)
-    seen = record_logprobs(engine)
-    prompt = shared_prompts()[0]
-    request = requests_for([prompt], max_tokens=8, n=n, temperature=1.0, seed=7)[0]
-    output = answer(engine, [request])["0"]
-    assert len({tuple(o.token_ids) for o in output.outputs}) > 1
-    for completion in output.outputs:
-        want = oracle_logprobs(tiny("qwen3_5"), prompt + completion.token_ids)
-        for step in range(1, 8):
-            index = len(prompt) - 1 + step
-            assert (seen["0", completion.index, index] - want[index]).abs().max() < TOLERANCE
-    assert engine.stats.processed_prompt_tokens == len(prompt) * (n if share == "off" else 1)
 
 
 def test_more_sequences_than_states(tiny):
