@@ -18,8 +18,7 @@ constexpr int32_t kShare = 2;
 
 const LinearPath& path_for(const LinearKernels& kernels, const LinearCall& call, Dtype x) {
   const LinearWays& ways = kernels.of[x];
-  const int32_t most = call.weight.group == 32 ? ways.most_fine : ways.most_few;
-  return call.rows <= most ? ways.few : ways.many;
+  return call.rows <= ways.most_few ? ways.few : ways.many;
 }
 
 }  // namespace

@@ -25,8 +25,9 @@ struct GroupNumbers {
 // y = x W^T + bias with W[o, i] = value * scale[o, i / group] + minimum[o, i / group], where the value
 // is code[o, i] - zero[o, i / group], or table[code[o, i]] - zero.
 //
-// Codes stand in blocks of 16 outputs, in chunks along the inputs: [out / 16][chunk][16][64 bytes].
-// 8 bits: a byte is an input. 4 bits: bits 4n..4n+3 of the 16-bit word j are input 32n + j of 128.
+// Codes stand in blocks of 16 outputs, in chunks along the inputs: [out / 16][chunk][16][64 bytes]. 8
+// bits: a byte is an input. 4 bits: bits 4n..4n+3 of the 16-bit word j are input 32n + j of 128. Of
+// groups each 16 x 64 bytes are turned: [16 words of 32 bits][16 outputs].
 // What lacks at the end of a chunk has scale 0, or meets rows that are 0 there.
 struct PackedCodes {
   const uint8_t* codes;
@@ -66,8 +67,7 @@ struct LinearPath {
 
 struct LinearWays {
   LinearPath few, many;
-  int32_t most_few;              // rows that `few` takes
-  int32_t most_fine = most_few;  // the same, of groups of 32
+  int32_t most_few;  // rows that `few` takes
 };
 
 // Of one kind of codes.

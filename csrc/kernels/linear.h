@@ -30,6 +30,14 @@ inline vi plane_of(const PackedCodes& w, vi words) {
   return KIND == kTable ? both(looked_up(w.table, plane), all(0x00ff00ff)) : plane;
 }
 
+// What the bytes of words stand for: of 4 bits their low or high nibbles.
+template <CodeKind KIND, int HIGH>
+inline vi bytes_of(const PackedCodes& w, vi words) {
+  if (KIND == kEight) return words;
+  const vi bytes = both(HIGH ? shift_words<4>(words) : words, all(0x0f0f0f0f));
+  return KIND == kTable ? looked_up(w.table, bytes) : bytes;
+}
+
 // Numbers of outputs `i` to `i + kLanes` of a block, of a group.
 inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w, int32_t block, int32_t g, int i) {
   const int64_t at = (int64_t{block} * w.groups + g) * 16 + i;
@@ -248,41 +256,63 @@ struct LinearChannels {
   }
 };
 
-// Groups. A row's codes of a group have 16 bits, so sums of a group's products fit 32.
-template <CodeKind KIND>
+// What dots of a group, its row's scale, and what its row's codes add up to (scaled) are added to. A row
+// has the same bits in all ways that round it alike.
+inline vf add_group(const Group& group, vf dots, float row_scale, float total, vf sums) {
+  return fma(dots * all(row_scale), group.scale, fma(group.least, all(total), sums));
+}
+
+// Products of pairs of 16 bits: whole numbers of rows have as many.
+struct PairDots {
+  static constexpr bool kBytes = false;
+  static constexpr float kLargest = kLargest16;
+  static vi dot(vi weights, vi rows, vi sums) { return multiply_pairs(weights, rows, sums); }
+};
+
+// Groups. A row's whole numbers of a group are rounded by its maximum, so that sums of a group's products
+// fit 32 bits. A word of a row meets one of each output: of 8 bits four inputs or, of pairs, two planes
+// of two; of 4 bits four planes of two inputs, as 16 bits each or as bytes between zeros. If a chunk is
+// one group, bytes of two planes share a word.
+template <CodeKind KIND, class Dots>
 struct LinearGroups {
-  using Row = PackedRow<int16_t>;
+  using Code = std::conditional_t<Dots::kBytes && KIND == kEight, int8_t, int16_t>;
+  using Row = PackedRow<Code>;
+  static constexpr int kMost = 4;
   static constexpr int32_t kChunk = Codes<KIND>::kChunk;
 
   static size_t panel_bytes(const PackedCodes& w) { return Row::bytes(w, w.groups); }
-  static size_t scratch_bytes(const LinearCall&) { return 64; }
+  static size_t scratch_bytes(const LinearCall& call) {
+    return static_cast<size_t>(call.weight.depth) * sizeof(Code);
+  }
   static int32_t pairs(const LinearCall&) { return 1; }
 
   template <class T>
-  static void pack(const LinearCall& call, int64_t begin, int64_t end, char*) {
+  static void pack(const LinearCall& call, int64_t begin, int64_t end, char* scratch) {
     const PackedCodes& w = call.weight;
+    Code* codes = reinterpret_cast<Code*>(scratch);
     for (int64_t i = begin; i < end; ++i) {
       const T* x = static_cast<const T*>(call.x) + i * call.in;
       const Row row(call.packed + i * panel_bytes(w), w, w.groups);
-      if (call.in < w.depth) __builtin_memset(row.codes, 0, w.depth * sizeof(int16_t));
+      if (call.in < w.depth) __builtin_memset(codes, 0, w.depth * sizeof(Code));
       for (int32_t g = 0; g < w.groups; ++g) {
         const int32_t from = g * w.group, count = clamp(call.in - from, 0, w.group);
-        const float scale = row.scales[g] = scale_of(x + from, count, kLargest16);
-        const int32_t total = KIND == kEight
-                                  ? round_words(row.codes, from, x, count, scale)
-                                  : round_codes_to(row.codes + from, x + from, count, scale);
+        const float scale = row.scales[g] = scale_of(x + from, count, Dots::kLargest);
+        const int32_t total = round_codes_to(codes + from, x + from, count, scale);
         row.offsets[g] = scale * static_cast<float>(total);
       }
+      for (int32_t c = 0; c < w.depth; c += kChunk) place(w, codes + c, row.codes + c);
     }
   }
 
   template <class T>
   static void multiply(const LinearCall& call, int32_t begin, int32_t end, char*) {
     const int32_t groups = kChunk / call.weight.group;
-    const auto run = groups == 1 ? some_rows<1> : groups == 2 ? some_rows<2> : some_rows<4>;
+    const auto run = groups == 1   ? block_of<1, kMost>
+                     : groups == 2 ? block_of<2, kMost>
+                                   : block_of<4, kMost>;
     for (int32_t block = 2 * begin; block < 2 * end; ++block) {
       for (int64_t row = 0; row < call.rows;) {
-        alignas(64) float values[4][16];
+        alignas(64) float values[kMost][16];
         const int32_t count = run(call, block, row, values);
         for (int32_t r = 0; r < count; ++r, ++row) {
           store_sixteen<T>(call, row, block * 16, values[r], false);
@@ -292,121 +322,105 @@ struct LinearGroups {
   }
 
  private:
-  // Multiplies four, two or one rows, and says how many. GROUPS: of a chunk.
-  template <int GROUPS>
-  static int32_t some_rows(const LinearCall& call, int32_t block, int64_t first,
-                           float (*values)[16]) {
-    const int64_t left = call.rows - first;
-    if (left >= 4) return block_of<GROUPS, 4>(call, block, first, values);
-    if (left >= 2) return block_of<GROUPS, 2>(call, block, first, values);
-    return block_of<GROUPS, 1>(call, block, first, values);
+  // A chunk of a row, from one input after the other.
+  static void place(const PackedCodes& w, const Code* from, Code* to) {
+    if (KIND == kEight && !Dots::kBytes) {
+      for (int j = 0; j < 32; ++j) {
+        to[j] = from[2 * j];
+        to[32 + j] = from[2 * j + 1];
+      }
+    } else if (KIND == kEight || !Dots::kBytes) {
+      __builtin_memcpy(to, from, kChunk * sizeof(Code));
+    } else {
+      for (int j = 0; j < 64; ++j) {
+        const int low = from[j] & 0xff, high = from[64 + j] * 256;
+        to[j] = static_cast<Code>(w.group == kChunk ? low | high : low);
+        to[64 + j] = static_cast<Code>(high);
+      }
+    }
   }
 
+  // Multiplies up to ROWS rows, and says how many. GROUPS: of a chunk.
   template <int GROUPS, int ROWS>
   static int32_t block_of(const LinearCall& call, int32_t block, int64_t first,
                           float (*values)[16]) {
-    constexpr int kOuts = ROWS == 1 ? 16 : kTileRows / (ROWS / 2);
+    if constexpr (ROWS > 1) {
+      if (call.rows - first < ROWS) return block_of<GROUPS, ROWS - 1>(call, block, first, values);
+    }
+    // Groups at a time: bytes of all planes are taken from words once.
+    constexpr int kEach = Dots::kBytes ? GROUPS : 1;
+    constexpr int kChains = ROWS * kEach < 4 ? 4 / (ROWS * kEach) : 1;  // do not wait for each other
     const PackedCodes& w = call.weight;
     const size_t bytes = panel_bytes(w);
-    const char* rows = call.packed + first * bytes;
-    alignas(64) float factors[ROWS][GROUPS][16];
-    float least[ROWS][16] = {};  // what values of 0 give
-    for (int32_t o = 0; o < 16; o += kOuts) {
-      vf acc[ROWS][kOuts];
-      for (auto& of_row : acc) {
-        for (vf& one : of_row) one = zeros();
-      }
-      const uint8_t* codes = w.codes + block * block_bytes(w) + o * kCodeBytes;
+    char* const rows = call.packed + first * bytes;
+    for (int i = 0; i < 16; i += kLanes) {
+      vf acc[ROWS];
+      for (vf& one : acc) one = zeros();
+      const uint8_t* codes = w.codes + block * block_bytes(w);
       for (int32_t c = 0; c < w.chunks; ++c, codes += 16 * kCodeBytes) {
-        for (int g = 0; g < GROUPS; ++g) {
-          const int32_t at = c * GROUPS + g;
-          for (int i = 0; i < 16; i += kLanes) {
-            if (o != 0 && (o < i || o >= i + kLanes)) continue;
-            const Group group(w, block, at, i);
+        const char* at = rows + int64_t{c} * kChunk * sizeof(Code);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; g += kEach) {
+          vi sums[kEach][ROWS][kChains];
+          for (auto& of_group : sums) {
+            for (auto& of_row : of_group) {
+              for (vi& one : of_row) one = all(0);
+            }
+          }
+          add_dots<GROUPS>(w, codes, i, g, at, bytes, sums);
+#pragma GCC unroll 4
+          for (int k = 0; k < kEach; ++k) {
+            const int32_t of = c * GROUPS + g + k;
+            const Group group(w, block, of, i);
+#pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
-              const Row row(const_cast<char*>(rows) + r * bytes, w, w.groups);
-              store(factors[r][g] + i, group.scale * all(row.scales[at]));
-              if (o != 0) continue;
-              store(least[r] + i, fma(group.least, all(row.offsets[at]), load(least[r] + i)));
+              const Row row(rows + r * bytes, w, w.groups);
+              vi sum = sums[k][r][0];
+              for (int n = 1; n < kChains; ++n) sum = add(sum, sums[k][r][n]);
+              acc[r] = add_group(group, to_float(sum), row.scales[of], row.offsets[of], acc[r]);
             }
           }
         }
-        const char* a = rows + int64_t{c} * kChunk * sizeof(int16_t);
-#pragma GCC unroll 16
-        for (int k = 0; k < kOuts; ++k) {
-          if (o == 0) ask_for(codes + k * kCodeBytes);
-          if constexpr (KIND == kEight) {
-            add_bytes<GROUPS, ROWS>(w, codes + k * kCodeBytes, a, bytes, factors, o + k, acc, k);
-          } else {
-            add_nibbles<GROUPS, ROWS>(w, codes + k * kCodeBytes, a, bytes, factors, o + k, acc, k);
-          }
-        }
       }
-      for (int r = 0; r < ROWS; ++r) {
-        for (int k = 0; k < kOuts; ++k) values[r][o + k] = sum(acc[r][k]);
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      for (int i = 0; i < 16; i += kLanes) {
-        store(values[r] + i, load(values[r] + i) + load(least[r] + i));
-      }
+      for (int r = 0; r < ROWS; ++r) store(values[r] + i, acc[r]);
     }
     return ROWS;
   }
 
-  template <int GROUPS, int ROWS, int OUTS>
-  __attribute__((always_inline)) static void add_nibbles(
-      const PackedCodes& w, const uint8_t* codes, const char* a, size_t bytes,
-      const float (&factors)[ROWS][GROUPS][16], int out, vf (&acc)[ROWS][OUTS], int k) {
-    vi planes[kChunkVecs][4];
-    for (int h = 0; h < kChunkVecs; ++h) {
-      const vi words = load_bytes(codes + h * sizeof(vi));
-      planes[h][0] = plane_of<KIND, 0>(w, words);
-      planes[h][1] = plane_of<KIND, 1>(w, words);
-      planes[h][2] = plane_of<KIND, 2>(w, words);
-      planes[h][3] = plane_of<KIND, 3>(w, words);
-    }
+  // Adds a chunk's products of EACH groups from `g` on: of 8 bits some vectors have them, of 4 bits some
+  // planes of all vectors.
+  template <int GROUPS, int EACH, int ROWS, int CHAINS>
+  __attribute__((always_inline)) static void add_dots(const PackedCodes& w, const uint8_t* codes,
+                                                      int i, int g, const char* rows, size_t bytes,
+                                                      vi (&sums)[EACH][ROWS][CHAINS]) {
+    constexpr bool kWhole = KIND == kEight;
+    constexpr int kVectors = kWhole ? 16 * EACH / GROUPS : 16;
+    constexpr int kPlanes = !kWhole ? (Dots::kBytes && GROUPS == 1 ? 2 : 4) : Dots::kBytes ? 1 : 2;
+    const int from = kWhole ? g * 16 / GROUPS : 0;
+#pragma GCC unroll 16
+    for (int v = from; v < from + kVectors; ++v) {
+      const uint8_t* at = codes + v * kCodeBytes;
+      if (i == 0 && (kWhole || g == 0)) ask_for(at);
+      const vi words = load_bytes(at + 4 * i);
+      const auto add_plane = [&](auto plane) {
+        constexpr int kPlane = decltype(plane)::value;
+        const int group = (kWhole ? v * GROUPS / 16 : kPlane * GROUPS / 4) - g;
+        if (kPlane >= kPlanes || group < 0 || group >= EACH) return;
+        const vi weights = Dots::kBytes ? bytes_of<KIND, kPlane % 2>(w, words)
+                                        : plane_of<KIND, kPlane>(w, words);
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 4
-      for (int g = 0; g < GROUPS; ++g) {
-        vi sums = all(0);
-#pragma GCC unroll 4
-        for (int n = 4 / GROUPS * g; n < 4 / GROUPS * (g + 1); ++n) {
-          for (int h = 0; h < kChunkVecs; ++h) {
-            sums = multiply_pairs(planes[h][n], load_bytes(a + r * bytes + 64 * n + h * sizeof(vi)),
-                                  sums);
-          }
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t word;
+          __builtin_memcpy(&word, rows + r * bytes + 64 * kPlane + 4 * v, 4);
+          vi& sum = sums[group][r][(v + kPlane) % CHAINS];
+          sum = Dots::dot(weights, all(word), sum);
         }
-        acc[r][k] = fma(to_float(sums), all(factors[r][g][out]), acc[r][k]);
-      }
-    }
-  }
-
-  // A lane's four inputs are neighbours, so that a vector has whole groups, or a group whole vectors.
-  template <int GROUPS, int ROWS, int OUTS>
-  __attribute__((always_inline)) static void add_bytes(
-      const PackedCodes& w, const uint8_t* codes, const char* a, size_t bytes,
-      const float (&factors)[ROWS][GROUPS][16], int out, vf (&acc)[ROWS][OUTS], int k) {
-    constexpr int kEach = GROUPS < kChunkVecs ? 1 : GROUPS / kChunkVecs;  // groups of a vector
-    vi planes[kChunkVecs][2];
-    for (int h = 0; h < kChunkVecs; ++h) {
-      const vi words = load_bytes(codes + h * sizeof(vi));
-      planes[h][0] = plane_of<KIND, 0>(w, words);
-      planes[h][1] = plane_of<KIND, 1>(w, words);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-      vi sums = all(0);
-#pragma GCC unroll 2
-      for (int h = 0; h < kChunkVecs; ++h) {
-        const char* at = a + r * bytes + h * sizeof(vi);
-        sums = multiply_pairs(planes[h][0], load_bytes(at), sums);
-        sums = multiply_pairs(planes[h][1], load_bytes(at + 64), sums);
-        if (GROUPS < kChunkVecs && h + 1 < kChunkVecs) continue;
-        const vf by = spread<kEach>(&factors[r][GROUPS < kChunkVecs ? 0 : h * kEach][out], 16);
-        acc[r][k] = fma(to_float(sums), by, acc[r][k]);
-        sums = all(0);
+      };
+      add_plane(std::integral_constant<int, 0>());
+      add_plane(std::integral_constant<int, 1>());
+      if constexpr (!kWhole) {
+        add_plane(std::integral_constant<int, 2>());
+        add_plane(std::integral_constant<int, 3>());
       }
     }
   }

@@ -205,6 +205,33 @@ struct AmxChannels : LinearAmx<AmxChannels> {
   }
 };
 
+// Sixteen rows of 64 bytes as columns of words.
+inline void turn_words(const uint8_t* codes, uint8_t* to) {
+  vi fours[4][4];  // [rows 4q..][word % 4]: a word of four rows in each quarter
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    const uint8_t* at = codes + 4 * q * kCodeBytes;
+    const vi a = load_bytes(at), b = load_bytes(at + kCodeBytes);
+    const vi c = load_bytes(at + 2 * kCodeBytes), d = load_bytes(at + 3 * kCodeBytes);
+    const vi low[] = {_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)};
+    const vi high[] = {_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)};
+    fours[q][0] = even_pairs(low[0], low[1]);
+    fours[q][1] = odd_pairs(low[0], low[1]);
+    fours[q][2] = even_pairs(high[0], high[1]);
+    fours[q][3] = odd_pairs(high[0], high[1]);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    const vi &a = fours[0][k], &b = fours[1][k], &c = fours[2][k], &d = fours[3][k];
+    const vi low[] = {_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(c, d, 0x44)};
+    const vi high[] = {_mm512_shuffle_i32x4(a, b, 0xee), _mm512_shuffle_i32x4(c, d, 0xee)};
+    _mm512_storeu_si512(to + k * 64, _mm512_shuffle_i32x4(low[0], low[1], 0x88));
+    _mm512_storeu_si512(to + (4 + k) * 64, _mm512_shuffle_i32x4(low[0], low[1], 0xdd));
+    _mm512_storeu_si512(to + (8 + k) * 64, _mm512_shuffle_i32x4(high[0], high[1], 0x88));
+    _mm512_storeu_si512(to + (12 + k) * 64, _mm512_shuffle_i32x4(high[0], high[1], 0xdd));
+  }
+}
+
 template <CodeKind KIND>
 struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
   using Shared = LinearAmx<AmxGroups<KIND>>;
@@ -226,16 +253,18 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
 
   template <int GROUPS>
   static void widen(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
-    const uint8_t* codes =
-        w.codes + block * block_bytes(w) + int64_t{chunk} * 16 * kCodeBytes;
+    const uint8_t* from = w.codes + block * block_bytes(w) + int64_t{chunk} * kTileBytes;
     alignas(64) float scales[GROUPS][16], least[GROUPS][16];
-    for (int32_t c = 0; c < count; ++c, to += kSteps * kTileBytes) {
+    alignas(64) uint8_t turned[kTileBytes];
+    for (int32_t c = 0; c < count; ++c, from += kTileBytes, to += kSteps * kTileBytes) {
+      turn_words(from, turned);
       for (int g = 0; g < GROUPS; ++g) {
         const Group group(w, block, (chunk + c) * GROUPS + g, 0);
         store(scales[g], group.scale);
         store(least[g], group.least);
       }
-      for (int o = 0; o < 16; ++o, codes += kCodeBytes) {
+      for (int o = 0; o < 16; ++o) {
+        const uint8_t* codes = turned + o * kCodeBytes;
         const auto widened = [&](vf values, int g) {
           const vf weights = fma(values, all(scales[g][o]), all(least[g][o]));
           return __builtin_bit_cast(__m256i, _mm512_cvtneps_pbh(weights));
@@ -305,7 +334,7 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
 // Of bfloat16 rows.
 template <CodeKind KIND>
 void take_tiles(Kernels& kernels) {
-  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND>>(1), path<AmxGroups<KIND>>(16), 2};
+  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND, PairDots>>(1), path<AmxGroups<KIND>>(16), 2};
 }
 
 }  // namespace onestem::ONESTEM_ISA

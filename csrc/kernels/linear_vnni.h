@@ -18,226 +18,19 @@ struct ByteDots {
   }
 };
 
-// Groups, and rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact in float32
-// too. What the two ways below share: a row has the same bits in both.
-struct ByteRows {
-  // Whole numbers of a row, one after the other; of group g the scale and what its codes add up to,
-  // scaled, at g * stride.
-  template <class T>
-  static void round(const PackedCodes& w, const T* x, int32_t in, int8_t* codes, float* scales,
-                    float* totals, int32_t stride) {
-    for (int32_t g = 0; g < w.groups; ++g) {
-      const int32_t from = g * w.group, count = clamp(in - from, 0, w.group);
-      const float scale = scale_of(x + from, count, kLargest8);
-      scales[g * stride] = scale;
-      const int32_t total = round_codes_to(codes + from, x + from, count, scale);
-      totals[g * stride] = scale * static_cast<float>(total);
-      for (int32_t at = count; at < w.group; ++at) codes[from + at] = 0;
-    }
-  }
-
-  // `sums` and what codes and rows of a group give.
-  static vf add(const Group& group, vf dots, float row_scale, float total, vf sums) {
-    return fma(dots * all(row_scale), group.scale, fma(group.least, all(total), sums));
+// Products of fours of bytes: whole numbers of rows have 8 bits.
+struct FourDots {
+  static constexpr bool kBytes = true;
+  static constexpr float kLargest = kLargest8;
+  static vi dot(vi weights, vi rows, vi sums) {
+    return apart(_mm512_dpbusd_epi32(sums, weights, rows));
   }
 };
 
-// Of few rows: codes are multiplied as they stand; those of 4 bits, their even and their odd nibbles.
-template <CodeKind KIND>
-struct FewBytes : ByteRows {
-  static constexpr int kMost = 4;
-  // Nibbles in groups of 32 are added up four times as often: turning them costs less than that.
-  static constexpr int kMostFine = KIND == kEight ? kMost : 2;
-
-  static size_t panel_bytes(const PackedCodes& w) { return PackedRow<int8_t>::bytes(w, w.groups); }
-  static size_t scratch_bytes(const LinearCall& call) {
-    return static_cast<size_t>(call.weight.depth);
-  }
-  static int32_t pairs(const LinearCall&) { return 1; }
-
-  template <class T>
-  static void pack(const LinearCall& call, int64_t begin, int64_t end, char* scratch) {
-    const PackedCodes& w = call.weight;
-    int8_t* codes = reinterpret_cast<int8_t*>(scratch);
-    for (int64_t i = begin; i < end; ++i) {
-      const PackedRow<int8_t> row(call.packed + i * panel_bytes(w), w, w.groups);
-      const T* x = static_cast<const T*>(call.x) + i * call.in;
-      if (KIND == kEight) {
-        round(w, x, call.in, row.codes, row.scales, row.offsets, 1);
-        continue;
-      }
-      round(w, x, call.in, codes, row.scales, row.offsets, 1);
-      // Input 32n + j of a chunk at 64 (n % 2) + 2j + n / 2.
-      for (int32_t from = 0; from < w.depth; from += 32) {
-        const int32_t n = from / 32 % 4;
-        int8_t* to = row.codes + from / 128 * 128 + n % 2 * 64 + n / 2;
-        for (int32_t j = 0; j < 32; ++j) to[2 * j] = codes[from + j];
-      }
-    }
-  }
-
-  template <class T>
-  static void multiply(const LinearCall& call, int32_t begin, int32_t end, char*) {
-    const int32_t groups = Codes<KIND>::kChunk / call.weight.group;
-    const auto run = groups == 1   ? block_of<1, kMost>
-                     : groups == 2 ? block_of<2, kMost>
-                                   : block_of<4, kMost>;
-    for (int32_t block = 2 * begin; block < 2 * end; ++block) {
-      float sums[kMost][16];
-      run(call, block, sums);
-      for (int64_t r = 0; r < call.rows; ++r) {
-        store_sixteen<T>(call, r, block * 16, sums[r], false);
-      }
-    }
-  }
-
- private:
-  // GROUPS: of a chunk.
-  template <int GROUPS, int ROWS>
-  static void block_of(const LinearCall& call, int32_t block, float (*sums)[16]) {
-    if constexpr (ROWS > 1) {
-      if (call.rows < ROWS) return block_of<GROUPS, ROWS - 1>(call, block, sums);
-    }
-    const PackedCodes& w = call.weight;
-    const size_t bytes = panel_bytes(w);
-    const uint8_t* codes = w.codes + block * block_bytes(w);
-    vf acc[ROWS];
-    for (vf& one : acc) one = zeros();
-    for (int32_t c = 0; c < w.chunks; ++c) {
-      vi dots[ROWS][GROUPS];
-      if constexpr (KIND == kEight) {
-        dots_of_bytes<GROUPS, ROWS>(codes, call.packed + c * 64, bytes, dots);
-      } else {
-        dots_of_nibbles<GROUPS, ROWS>(w, codes, call.packed + c * 128, bytes, dots);
-      }
-      codes += 16 * kCodeBytes;
-      for (int g = 0; g < GROUPS; ++g) {
-        const int32_t at = c * GROUPS + g;
-        const Group group(w, block, at, 0);
-        for (int r = 0; r < ROWS; ++r) {
-          const PackedRow<int8_t> row(call.packed + r * bytes, w, w.groups);
-          acc[r] = add(group, to_float(dots[r][g]), row.scales[at], row.offsets[at], acc[r]);
-        }
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) store(sums[r], acc[r]);
-  }
-
-  // Sums of sixteen outputs over the groups of a chunk; rows are `bytes` apart.
-  template <int GROUPS, int ROWS>
-  __attribute__((always_inline)) static void dots_of_nibbles(const PackedCodes& w,
-                                                             const uint8_t* codes, const char* rows,
-                                                             size_t bytes,
-                                                             vi (&dots)[ROWS][GROUPS]) {
-    vi quads[ROWS][GROUPS][4];
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
-      vi even[4], odd[4];
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) {
-        ask_for(codes + k * kCodeBytes);
-        const vi words = load_bytes(codes + k * kCodeBytes);
-        even[k] = both(words, all(0x0f0f0f0f));
-        odd[k] = both(shift_words<4>(words), all(0x0f0f0f0f));
-        if (KIND == kTable) even[k] = looked_up(w.table, even[k]);
-        if (KIND == kTable) odd[k] = looked_up(w.table, odd[k]);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; ++r) {
-        const char* row = rows + r * bytes;
-#pragma GCC unroll 4
-        for (int g = 0; g < GROUPS; ++g) {
-          const vi first = of_group<GROUPS>(load_bytes(row), g);
-          const vi second = of_group<GROUPS>(load_bytes(row + 64), g);
-          vi parts[4];
-#pragma GCC unroll 4
-          for (int k = 0; k < 4; ++k) {
-            parts[k] = all(0);
-            if (GROUPS < 4 || g % 2 == 0) parts[k] = _mm512_dpbusd_epi32(parts[k], even[k], first);
-            if (GROUPS < 4 || g % 2 == 1) parts[k] = _mm512_dpbusd_epi32(parts[k], odd[k], second);
-          }
-          quads[r][g][q] = sum_quarters(parts);
-        }
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      for (int g = 0; g < GROUPS; ++g) dots[r][g] = sum_quads(quads[r][g]);
-    }
-  }
-
-  // The same of bytes, where a quarter of a vector is 16 inputs.
-  template <int GROUPS, int ROWS>
-  __attribute__((always_inline)) static void dots_of_bytes(const uint8_t* codes, const char* rows,
-                                                           size_t bytes,
-                                                           vi (&dots)[ROWS][GROUPS]) {
-    vi quads[ROWS][4];
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q, codes += 4 * kCodeBytes) {
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; ++r) {
-        const vi row = load_bytes(rows + r * bytes);
-        vi parts[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-          if (r == 0) ask_for(codes + k * kCodeBytes);
-          parts[k] = _mm512_dpbusd_epi32(all(0), load_bytes(codes + k * kCodeBytes), row);
-        }
-        quads[r][q] = sum_quarters(parts);
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      vi quarters[4];
-      turn_quads(quads[r], quarters);
-      for (int g = 0; g < GROUPS; ++g) {
-        dots[r][g] = quarters[4 / GROUPS * g];
-        for (int i = 1; i < 4 / GROUPS; ++i) {
-          dots[r][g] = _mm512_add_epi32(dots[r][g], quarters[4 / GROUPS * g + i]);
-        }
-      }
-    }
-  }
-
-  // Of four vectors, sums of each one's four quarters: [quarter][vector].
-  static vi sum_quarters(const vi (&x)[4]) {
-    vi pairs[2];
-    for (int i = 0; i < 2; ++i) {
-      const vi &a = x[2 * i], &b = x[2 * i + 1];
-      pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    }
-    return _mm512_add_epi32(even_pairs(pairs[0], pairs[1]), odd_pairs(pairs[0], pairs[1]));
-  }
-  // Of four such, quarters added: [vector].
-  static vi sum_quads(const vi (&x)[4]) {
-    vi halves[2];
-    for (int i = 0; i < 2; ++i) {
-      const vi &a = x[2 * i], &b = x[2 * i + 1];
-      halves[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44),
-                                   _mm512_shuffle_i32x4(a, b, 0xee));
-    }
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(halves[0], halves[1], 0x88),
-                            _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd));
-  }
-  // The same, not added: [quarter][vector].
-  static void turn_quads(const vi (&x)[4], vi (&to)[4]) {
-    const vi low[] = {_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0x44)};
-    const vi high[] = {_mm512_shuffle_i32x4(x[0], x[1], 0xee), _mm512_shuffle_i32x4(x[2], x[3], 0xee)};
-    to[0] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
-    to[1] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
-    to[2] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
-    to[3] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
-  }
-
-  // Bytes of group `g` of a chunk. Inputs 0 to 63 are the even bytes.
-  template <int GROUPS>
-  static vi of_group(vi row, int g) {
-    if (GROUPS == 1) return row;
-    return both(row, all(g < GROUPS / 2 ? 0x00ff00ff : static_cast<int32_t>(0xff00ff00)));
-  }
-};
-
-// Of many rows: codes of a pair of blocks are turned first. A vector then holds four inputs of
-// sixteen outputs, and meets a row's four. Numbers of groups are turned to float32 with them.
-struct ManyBytes : ByteRows {
+// Groups, and many rows of 8 bits a group: sums of a group are whole numbers below 2^24, so exact in
+// float32 too. Codes of a pair of blocks become bytes first: a vector holds four inputs of sixteen
+// outputs, and meets a row's four. Numbers of groups become float32 with them.
+struct ManyBytes {
   static constexpr int kRows = 12;  // of a panel
   static constexpr int kTile = 6;   // of a tile: dots and sums of 32 outputs are 24 of the 32 registers
   static constexpr int32_t kStep = 2 * sizeof(vi);  // bytes of four inputs of a pair
@@ -317,6 +110,21 @@ struct ManyBytes : ByteRows {
   }
 
  private:
+  // Whole numbers of a row, one after the other; of group g the scale and what its codes add up to,
+  // scaled, at g * stride.
+  template <class T>
+  static void round(const PackedCodes& w, const T* x, int32_t in, int8_t* codes, float* scales,
+                    float* totals, int32_t stride) {
+    for (int32_t g = 0; g < w.groups; ++g) {
+      const int32_t from = g * w.group, count = clamp(in - from, 0, w.group);
+      const float scale = scale_of(x + from, count, kLargest8);
+      scales[g * stride] = scale;
+      const int32_t total = round_codes_to(codes + from, x + from, count, scale);
+      totals[g * stride] = scale * static_cast<float>(total);
+      for (int32_t at = count; at < w.group; ++at) codes[from + at] = 0;
+    }
+  }
+
   // Packed rows, side by side: four inputs of each, then the next four; groups' scales and totals.
   struct Panel {
     int32_t rows;
@@ -338,33 +146,6 @@ struct ManyBytes : ByteRows {
     _mm512_storeu_si512(to, KIND == kTable ? looked_up(w.table, fours) : fours);
   }
 
-  // Words 0 to 15 of sixteen rows of codes: columns[j] has word j of each.
-  __attribute__((always_inline)) static void columns_of(const uint8_t* codes, vi (&columns)[16]) {
-    vi fours[4][4];  // [rows 4q..][word % 4]: a word of four rows in each quarter
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) {
-      const uint8_t* at = codes + 4 * q * kCodeBytes;
-      const vi a = load_bytes(at), b = load_bytes(at + kCodeBytes);
-      const vi c = load_bytes(at + 2 * kCodeBytes), d = load_bytes(at + 3 * kCodeBytes);
-      const vi low[] = {_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)};
-      const vi high[] = {_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)};
-      fours[q][0] = even_pairs(low[0], low[1]);
-      fours[q][1] = odd_pairs(low[0], low[1]);
-      fours[q][2] = even_pairs(high[0], high[1]);
-      fours[q][3] = odd_pairs(high[0], high[1]);
-    }
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      const vi &a = fours[0][k], &b = fours[1][k], &c = fours[2][k], &d = fours[3][k];
-      const vi low[] = {_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(c, d, 0x44)};
-      const vi high[] = {_mm512_shuffle_i32x4(a, b, 0xee), _mm512_shuffle_i32x4(c, d, 0xee)};
-      columns[k] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
-      columns[4 + k] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
-      columns[8 + k] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
-      columns[12 + k] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
-    }
-  }
-
   // The codes of `count` chunks of a block as bytes, at [inputs / 4][2 blocks][16][4 inputs].
   template <CodeKind KIND>
   static void turned(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
@@ -373,15 +154,16 @@ struct ManyBytes : ByteRows {
     constexpr int32_t kSteps = Codes<KIND>::kChunk / 4;
     for (int32_t c = 0; c < count; ++c, codes += 16 * kCodeBytes, to += kSteps * kStep) {
       for (int i = 0; i < 16; ++i) ask_for(codes + i * kCodeBytes);
-      vi words[16];
-      columns_of(codes, words);
       if constexpr (KIND == kEight) {
 #pragma GCC unroll 16
-        for (int d = 0; d < 16; ++d) _mm512_storeu_si512(to + d * kStep, words[d]);
+        for (int d = 0; d < 16; ++d) {
+          _mm512_storeu_si512(to + d * kStep, load_bytes(codes + d * kCodeBytes));
+        }
       } else {
 #pragma GCC unroll 8
         for (int d = 0; d < 8; ++d) {
-          const vi even = words[2 * d], odd = words[2 * d + 1];
+          const vi even = load_bytes(codes + 2 * d * kCodeBytes);
+          const vi odd = load_bytes(codes + (2 * d + 1) * kCodeBytes);
           char* at = to + d * kStep;
           store_fours<KIND>(w, at, even, _mm512_slli_epi32(odd, 8));
           store_fours<KIND>(w, at + 8 * kStep, shift_words<4>(even), _mm512_slli_epi32(odd, 4));
@@ -474,7 +256,7 @@ struct ManyBytes : ByteRows {
         const Group group(load(tile.numbers[g][0][b]), load(tile.numbers[g][1][b]));
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
-          acc[r][b] = add(group, to_float(dots[r][b]), scales[r], totals[r], acc[r][b]);
+          acc[r][b] = add_group(group, to_float(dots[r][b]), scales[r], totals[r], acc[r][b]);
         }
       }
     }
@@ -488,10 +270,9 @@ struct ManyBytes : ByteRows {
 
 template <CodeKind KIND>
 void take_bytes(Kernels& kernels) {
-  using Few = FewBytes<KIND>;
-  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost,
-                                Few::kMostFine};
-  kernels.groups[KIND] = {{one_way<LinearGroups<KIND>>(), bytes, bytes}};
+  using Few = LinearGroups<KIND, FourDots>;
+  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost};
+  kernels.groups[KIND] = {{one_way<LinearGroups<KIND, PairDots>>(), bytes, bytes}};
 }
 
 // Rows of 16 bits are multiplied as bytes; those of 32 would lose half of their bits.

@@ -58,9 +58,9 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.group_tops = group_tops;
   kernels.tokens_from = tokens_from;
   kernels.channels = any_type<LinearChannels<WordDots>>();
-  kernels.groups[kFour] = any_type<LinearGroups<kFour>>();
-  kernels.groups[kTable] = any_type<LinearGroups<kTable>>();
-  kernels.groups[kEight] = any_type<LinearGroups<kEight>>();
+  kernels.groups[kFour] = any_type<LinearGroups<kFour, PairDots>>();
+  kernels.groups[kTable] = any_type<LinearGroups<kTable, PairDots>>();
+  kernels.groups[kEight] = any_type<LinearGroups<kEight, PairDots>>();
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
   of.wide_lanes = WideItem<T, Products>::max_lanes;

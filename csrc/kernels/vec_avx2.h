@@ -127,6 +127,7 @@ inline vi shift_words(vi x) {
 }
 inline vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
 inline vi subtract(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+inline vi add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 // sums + a[0] * b[0] + a[1] * b[1] in each lane.
 inline vi multiply_pairs(vi a, vi b, vi sums) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
@@ -141,12 +142,6 @@ inline vf load_codes(const int8_t* p) {
 inline vi looked_up(const uint8_t* table, vi index) {
   const __m128i held = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(held), index);
-}
-// One of N numbers `stride` apart in each Nth of the lanes.
-template <int N>
-inline vf spread(const float* p, int stride) {
-  if constexpr (N == 1) return all(*p);
-  return _mm256_blend_ps(all(*p), all(p[stride]), 0xf0);
 }
 // Their low 8 or 16 bits.
 template <class Code>

@@ -122,6 +122,7 @@ inline vi shift_words(vi x) {
 }
 inline vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi subtract(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+inline vi add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 // sums + a[0] * b[0] + a[1] * b[1] in each lane.
 inline vi multiply_pairs(vi a, vi b, vi sums) {
 #ifdef ONESTEM_VNNI
@@ -140,13 +141,6 @@ inline vf load_codes(const int8_t* p) {
 inline vi looked_up(const uint8_t* table, vi index) {
   const __m128i held = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(held), index);
-}
-// One of N numbers `stride` apart in each Nth of the lanes.
-template <int N>
-inline vf spread(const float* p, int stride) {
-  if constexpr (N == 1) return all(*p);
-  const float a = *p, b = p[stride * (N / 4)], c = p[stride * (N / 2)], d = p[stride * (N / 4 + N / 2)];
-  return _mm512_setr_ps(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d);
 }
 // Their low 8 or 16 bits.
 inline void store_codes(int8_t* p, vi x) {

@@ -169,6 +169,7 @@ inline vi shift_words(vi x) {
 }
 inline vi both(vi a, vi b) { return a & b; }
 inline vi subtract(vi a, vi b) { return a - b; }
+inline vi add(vi a, vi b) { return a + b; }
 // sums + a[0] * b[0] + a[1] * b[1] in each lane.
 inline vi multiply_pairs(vi a, vi b, vi sums) {
   const auto low = [](vi x) { return __builtin_bit_cast(vi, __builtin_bit_cast(vu, x) << 16) >> 16; };
@@ -186,13 +187,6 @@ inline vi looked_up(const uint8_t* table, vi index) {
   vb x = __builtin_bit_cast(vb, index);
   for (int i = 0; i < 32; ++i) x[i] = table[x[i]];
   return __builtin_bit_cast(vi, x);
-}
-// One of N numbers `stride` apart in each Nth of the lanes.
-template <int N>
-inline vf spread(const float* p, int stride) {
-  vf x;
-  for (int i = 0; i < kLanes; ++i) x[i] = p[i * N / kLanes * stride];
-  return x;
 }
 // Their low 8 or 16 bits.
 template <class Code>

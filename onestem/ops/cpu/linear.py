@@ -87,7 +87,7 @@ class CpuCodes:
     keeps 16 bits.
 
     Attributes:
-        codes: uint8, `[out / 16][chunk][16][64]`.
+        codes: int32, `[out / 16][chunk][16 outputs][16]`; of groups `[..][16][16 outputs]`.
         zeros: uint8 `[out / 16][groups][16]`; None: all are `zero`, or there are minimums.
         minimums: what is added to a group's weights; None: nothing.
         table: uint8 `[16]`: what codes of 4 bits stand for, before `zero` is taken off.
@@ -123,7 +123,7 @@ class CpuCodes:
         """A weight with a scale per channel: codes int8 `[out, in]`, scales float32 `[out]`."""
         out, size = codes.shape
         shifted = codes.view(torch.uint8) ^ 128
-        packed = _in_blocks(_padded(shifted, CHUNK[8]), CHUNK[8])
+        packed = _in_blocks(_padded(shifted, CHUNK[8]), 1, 3)
         return CpuCodes(packed, Numbers(_padded_rows(scales.float())), 8, 0, out, size, isa=isa)
 
     @staticmethod
@@ -165,7 +165,7 @@ class CpuCodes:
             zero = -min(table)
             values = torch.tensor([one + zero for one in table], dtype=torch.uint8)
         return CpuCodes(
-            _in_blocks(_padded(codes, chunk) if bits == 8 else _words(codes), 64),
+            _in_blocks(_padded(codes, chunk) if bits == 8 else _words(codes), 3, 1),
             numbers(scales),
             bits,
             cut,
@@ -181,10 +181,9 @@ class CpuCodes:
     def rows(self, at: Tensor) -> Tensor:
         """float32 `[n, in]`: the rows `at` (int64 `[n]`) of a weight in groups."""
         block, lane = at // BLOCK, at % BLOCK
-        codes = self.codes[block, :, lane]
+        codes = self.codes[block, :, :, lane].view(torch.uint8)
         if self.bits == 4:
-            words = codes.view(torch.int16)
-            codes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
+            codes = torch.stack([codes.view(torch.int16) >> n & 15 for n in (0, 4, 8, 12)], dim=2)
         codes = codes.flatten(1)
         values = codes.float() if self.table is None else self.table[codes.int()].float()
         values = values.unflatten(1, (-1, self.group))
@@ -267,9 +266,10 @@ def _padded_rows(values: Tensor) -> Tensor:
     return F.pad(values, (0, -len(values) % PAIR)).contiguous()
 
 
-def _in_blocks(codes: Tensor, chunk: int) -> Tensor:
-    """`[out, bytes]` -> `[out / 16, chunks, 16, chunk]`."""
-    return codes.unflatten(1, (-1, chunk)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+def _in_blocks(codes: Tensor, *order: int) -> Tensor:
+    """`[out, bytes]` -> words `[out / 16, chunks, 16, 16]`; order: of outputs (1) and words (3)."""
+    words = codes.contiguous().view(torch.int32).unflatten(1, (-1, 16)).unflatten(0, (-1, BLOCK))
+    return words.permute(0, 2, *order).contiguous()
 
 
 def _of_groups(values: Tensor, step: int) -> Tensor:
