@@ -51,7 +51,6 @@ __all__ = [
 
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
-STATE_SHARE = 0.5  # of KV memory, for recurrent states, where layers keep some
 READ_MEMORY = 2 * GIB  # of the host, at most, for what is read from a disk, where none is asked for
 
 # For a sequence of 1,024 sampled tokens (`onestem.ops.triton.penalties`).
@@ -151,7 +150,7 @@ def _kv_sizes(
         most=None if team is None else team.free_bytes,
     )
     token = decoder.kv_bytes_per_token
-    return kv_sizes(memory, options.page_size, token, decoder.state_bytes)
+    return kv_sizes(memory, options, token, decoder.state_bytes)
 
 
 def _keep_below(engine: Engine, path: Path) -> None:
@@ -308,22 +307,25 @@ def check_states(options: EngineOptions, config: ModelConfig, device: torch.devi
             )
 
 
-def kv_sizes(memory: int, page_size: int, token_bytes: int, state_bytes: int) -> tuple[int, int]:
+def kv_sizes(
+    memory: int, options: EngineOptions, token_bytes: int, state_bytes: int
+) -> tuple[int, int]:
     """Pages that fit in KV memory, one at least, and slots of recurrent states, two at least where
     layers keep some. `token_bytes`, `state_bytes`: of one token, and of one state."""
     if not token_bytes:
         raise ConfigError("no layer of the model has attention, expected at least one")
-    states = 0 if not state_bytes else int(STATE_SHARE * memory) // state_bytes
+    share = options.state_share
+    states = 0 if not state_bytes else int(share * memory) // state_bytes
     if state_bytes and states < 2:
         raise ConfigError(
-            f"kv_memory is {memory} bytes, of which {STATE_SHARE:.0%} is for recurrent states; one "
-            f"takes {state_bytes} bytes, expected room for 2: raise kv_memory"
+            f"kv_memory is {memory} bytes, of which state_share, {share}, is for recurrent states; "
+            f"one takes {state_bytes} bytes, expected room for 2: raise one of them"
         )
-    memory, page_bytes = memory - states * state_bytes, page_size * token_bytes
+    memory, page_bytes = memory - states * state_bytes, options.page_size * token_bytes
     if memory < page_bytes:
         raise ConfigError(
-            f"kv_memory is {memory} bytes, a page of {page_size} tokens takes {page_bytes}: "
-            "raise kv_memory"
+            f"kv_memory is {memory} bytes, a page of {options.page_size} tokens takes "
+            f"{page_bytes}: raise kv_memory"
         )
     return memory // page_bytes, states
 

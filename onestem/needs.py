@@ -110,7 +110,7 @@ def needs_of(options: EngineOptions) -> Needs:
     kv_tokens = longest = num_states = 0
     try:
         memory = kv_memory_bytes(options.kv_memory, device, loading=weights, ranks=ranks)
-        num_pages, num_states = kv_sizes(memory, options.page_size, token, state)
+        num_pages, num_states = kv_sizes(memory, options, token, state)
         kv_tokens = num_pages * options.page_size
         longest = model_len(config.max_position_embeddings, kv_tokens, options.max_model_len)
     except ConfigError as error:

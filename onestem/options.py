@@ -168,6 +168,10 @@ class EngineOptions(Options):
     """KV memory of each device: auto, bytes, or like 2GiB. auto: 90% of what is free on a GPU, on a
     CPU the lesser of 4 GiB and a quarter of the RAM."""
 
+    state_share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of KV memory for recurrent states, of models whose layers keep some: one for each
+    sequence, the others for prefixes."""
+
     max_model_len: int | None = Field(default=None, ge=1, json_schema_extra={"identity": True})
     """Maximum tokens of prompt and answer (default: the model's, or what fits)."""
 

@@ -173,9 +173,7 @@ class PrefixCache:
             # Nothing is below it: a holder of a run below would hold this one too.
             assert not run.children
             del run.tokens[run.computed :]
-        if self.states is not None and run.is_branch and not run.is_awaited:
-            self.states.drop(run)
-            run.is_branch = False
+        run.is_branch &= run.is_awaited
         self._note_idle(run)
 
     def _adopt(self, run: Run) -> None:

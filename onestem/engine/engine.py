@@ -41,6 +41,7 @@ from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.ops import resolve
 from onestem.options import EngineOptions
+from onestem.planner import Planned
 from onestem.request import Request, RequestOutput
 
 __all__ = ["Engine", "EngineStats"]
@@ -234,6 +235,8 @@ class Engine:
             raise RequestError(
                 "the engine has unfinished requests: let them end first, or use another engine"
             )
+        if isinstance(requests, Planned):
+            requests.has_branches = self.cache.states is not None
         waiting.queue = PlannedQueue(map(ours.validated, ours.read_ahead(requests)))
         try:
             with collecting_less():

@@ -252,6 +252,6 @@ def _target(
     options: EngineOptions, shape: ModelShape, memory: int, find: Callable[[], Rates | None]
 ) -> Target:
     size = options.page_size
-    pages, _ = kv_sizes(memory, size, shape.token_bytes, shape.state_bytes)
+    pages, _ = kv_sizes(memory, options, shape.token_bytes, shape.state_bytes)
     most = options.max_step_tokens or 0
     return Target(shape, pages * size, find, size, most, options.max_num_seqs)

@@ -132,6 +132,9 @@ class Planned:
         order: of these requests, and maybe of others; the caller reports answers to it.
         positions: `[num_requests]` int64 positions of the requests in the plan's order, rising;
             None: all.
+
+    Attributes:
+        has_branches: requests say where others part from them, which layers with states need.
     """
 
     def __init__(
@@ -139,6 +142,8 @@ class Planned:
     ) -> None:
         self._make, self.order = make, order
         self.positions = np.arange(len(order.plan.order)) if positions is None else positions
+        self.has_branches = True
+        self._parted: set[int] = set()  # requests that are not below their nodes any more
 
     def __iter__(self) -> Iterator[Request]:
         return map(self._grouped, self.order)
@@ -157,8 +162,10 @@ class Planned:
         """Depths of the nodes on a request's path, and at how many of them others are left."""
         tree, node = self.order.plan.tree, int(self.order.plan.tree.home[index])
         depths: dict[int, bool] = {}
+        is_new = index not in self._parted  # a request whose engine died is asked for again
+        self._parted.add(index)
         while node:
-            self._left[node] -= 1
+            self._left[node] -= is_new
             depth = int(tree.depth[node])
             depths[depth] = depths.get(depth, False) or self._left[node] > 0
             node = int(tree.parent[node])
@@ -170,8 +177,9 @@ class Planned:
             return request
         group = int(plan.group_of[index])
         prefix = int(plan.groups.prefix_tokens[group])
-        is_alone = len(plan.order) == 1  # other calls may follow, of which nothing is known
-        branches, awaited = (None, 0) if is_alone else self._branches(index)
+        # After a call of one prompt others may follow, of which nothing is known.
+        is_told = self.has_branches and len(plan.order) > 1
+        branches, awaited = self._branches(index) if is_told else (None, 0)
         return replace(
             request,
             branches=branches,

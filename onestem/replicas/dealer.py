@@ -266,6 +266,7 @@ class _Run:
 
     def __init__(self, planned: Planned, facts: Facts, replicas: Sequence[_Replica]) -> None:
         self._planned, self._order = planned, planned.order
+        planned.has_branches = facts.target.shape.state_bytes > 0
         plan, positions = planned.order.plan, planned.positions
         self._places = plan.order[positions]
         work = Work.of(plan, plan.output_tokens).part(positions)

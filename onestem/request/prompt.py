@@ -41,6 +41,8 @@ class Request:
         in_conversation: its caller says that it begins or continues a conversation.
         prefilled_tokens: number of the prompt's last tokens that a chat template writes before an
             answer but not before the same answer in a later prompt (an empty `<think></think>`).
+        system_tokens: number of its first tokens that a chat template writes for the system's
+            message and for tools; 0: none, or it is not known.
         group: the planned group it belongs to; its first `group_prefix_tokens` tokens stay in the
             cache until the group's last member has finished.
         branches: where planned requests part from it, as numbers of its first tokens, ascending;
@@ -64,6 +66,7 @@ class Request:
     priority: Priority = "interactive"
     in_conversation: bool = False
     prefilled_tokens: int = 0
+    system_tokens: int = 0
     group: int | None = None
     group_prefix_tokens: int = 0
     branches: tuple[int, ...] | None = None

@@ -58,8 +58,8 @@ class Service:
         names = settings.served_model_name or names_of(str(settings.engine.model), path)
         self.model = ServedModel(names, tokenizer, self.client)
         self.prefixes = Prefixes(self.client, tokenizer, self.store)
-        positions = ModelConfig.from_directory(path).max_position_embeddings
-        self.schemas = Schemas(self.client, tokenizer, positions, self.store)
+        config = ModelConfig.from_directory(path)
+        self.schemas = Schemas(self.client, tokenizer, config, self.store)
         self.responses = StoredResponses()
         self.records = Records(self.client, self.model)
         self.jobs = Jobs(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from onestem.build import check_states
-from onestem.errors import RequestError, UnsupportedError
+from onestem.build import check_states, kv_sizes
+from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.options import EngineOptions
 from onestem.planner import RunningOrder, plan_job, planned
 from onestem.request import Request, SamplingParams
 from onestem.scores import completion_tree
+from onestem.server.objects.schemas import Schemas
 from tests.engine.harness import (
     TOLERANCE,
     answer,
@@ -78,6 +81,40 @@ def test_calls_of_one_prompt_go_on_from_one_another(tiny):
             (output,) = llm.generate([tokens], params)
             assert output.metrics.num_cached_tokens == (turn and len(tokens) - 31)
             tokens = tokens + output.outputs[0].token_ids + Traffic.some(30, turn + 1)
+
+
+def test_calls_of_several_prompts_go_on_from_the_header_of_those_before(tiny):
+    """A job's snapshot is kept after it, as long as no other is worth more."""
+    head, params = Traffic.some(80, 0), SamplingParams(max_tokens=4, temperature=0)
+    with LLM(tiny("qwen3_5"), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
+        for call in range(3):
+            own = [[3 + 8 * call + n, *Traffic.some(20, n)] for n in range(8)]
+            found = llm.generate([head + one for one in own], params)
+            computed = sum(output.metrics.num_computed_tokens for output in found)
+            assert computed == (80 if call == 0 else 0) + 8 * 21
+            alone = llm.generate([head + Traffic.some(9, call)], params)[0]
+            assert alone.metrics.num_computed_tokens == 9
+
+
+def test_the_second_of_two_equal_prompts_computes_its_last_token(tiny):
+    engine, prompt = make_engine(tiny("qwen3_5")), Traffic.some(60, 0)
+    seen = record_logprobs(engine)
+    computed = [
+        answer(engine, requests_for([prompt]))["0"].metrics.num_computed_tokens for _ in range(3)
+    ]
+    assert computed == [60, 1, 1]
+    want = oracle_logprobs(tiny("qwen3_5"), prompt)[-1]
+    assert (seen["0", 0, 59] - want).abs().max() < TOLERANCE
+
+
+def test_the_second_prompt_goes_on_from_system_and_tools(tiny):
+    """Where the first one's template says that they end."""
+    engine, system = make_engine(tiny("qwen3_5")), Traffic.some(60, 0)
+    for turn in range(3):
+        (request,) = requests_for([system + Traffic.some(30, turn + 1)])
+        request = dataclasses.replace(request, system_tokens=60)
+        output = answer(engine, [request])["0"]
+        assert output.metrics.num_computed_tokens == (30 if turn else 90)
 
 
 def test_the_third_prompt_begins_where_the_first_two_part(tiny):
@@ -182,7 +219,7 @@ def test_a_planned_job_takes_snapshots_where_prompts_part(tiny, parts, options):
     branches = 1 + 4 * (1 if parts == 1 else 3)
     assert states.num_taken == branches
     assert max(held) <= branches
-    assert states.num_snapshots == 0
+    assert states.num_idle == states.num_slots
     assert_idle(engine)
 
 
@@ -205,7 +242,7 @@ def test_nothing_is_awaited_of_plans_that_have_ended(tiny):
         stream = llm.stream([prompts[0] + Traffic.some(9, seed) for seed in range(300)], params)
         next(stream)
         stream.close()
-        assert (states.num_idle, states.num_snapshots) == (states.num_slots, 0)
+        assert states.num_idle == states.num_slots
 
 
 def test_nothing_is_awaited_of_a_job_that_is_removed(tiny):
@@ -216,7 +253,7 @@ def test_nothing_is_awaited_of_a_job_that_is_removed(tiny):
     while states.num_snapshots == 0:
         engine.step()
     engine.requests.remove_job("job")
-    assert (states.num_idle, states.num_snapshots) == (states.num_slots, 0)
+    assert not any(run.is_branch for run in states.runs)
     assert_idle(engine)
 
 
@@ -229,7 +266,7 @@ def test_snapshots_of_a_job_are_those_that_are_still_needed(tiny):
 
     def checked(draft, rows):
         running = {one.state.request.group for one in engine.scheduler.running}
-        assert states.num_snapshots <= 2 + len(running)
+        assert sum(run.is_branch for run in states.runs) <= 2 + len(running)
         decide(draft, rows)
 
     engine.scheduler.decide = checked
@@ -293,6 +330,8 @@ class Traffic:
             extra["awaited_branches"] = self.chance.randrange(3)
         if self.chance.random() < 0.2:
             extra["prefilled_tokens"] = min(3, len(prompt) - 1)
+        if self.chance.random() < 0.2:
+            extra["system_tokens"] = self.chance.randrange(len(prompt) + 1)
         if self.chance.random() < 0.3 and len(prompt) < 50:
             self.heads.append(prompt)
         name = next(self.names)
@@ -350,6 +389,33 @@ def test_what_states_do_not_go_with_is_refused(tiny, device, options, what):
     with pytest.raises(UnsupportedError, match=what):
         check_states(EngineOptions(**options), config, torch.device(device))
     check_states(EngineOptions(), config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("share", "states"), [(0.5, 5), (0.8, 8), (0.2, 2)])
+def test_a_share_of_kv_memory_is_for_states(share, states):
+    options = EngineOptions(state_share=share, page_size=4)
+    assert kv_sizes(10_000, options, 10, 1000) == ((10_000 - states * 1000) // 40, states)
+    with pytest.raises(ConfigError, match=f"of which state_share, {share}, is for recurrent"):
+        kv_sizes(2000, options, 10, 1000)
+
+
+def test_modules_are_refused(tiny):
+    config = ModelConfig.from_directory(tiny("qwen3_5"))
+    store = SimpleNamespace(list_named=lambda kind: [])
+    schemas = Schemas(SimpleNamespace(), None, config, store)
+    with pytest.raises(RequestError, match="cannot be put together of modules"):
+        asyncio.run(schemas.put(SimpleNamespace(name=""), "places", {"pml": "<schema/>"}))
+
+
+def test_a_request_that_is_asked_for_again_is_counted_once(tiny):
+    """As by a dealer one of whose engines died."""
+    prompts = [[*Traffic.some(40, 0), n] for n in range(3, 6)]
+    order = RunningOrder(plan_job([np.array(prompt, np.int32) for prompt in prompts]))
+    source = planned(requests_for(prompts), order)
+    found = [source.request(position) for position in (0, 0, 0, 1, 2, 1)]
+    assert [one.awaited_branches for one in found] == [1, 1, 1, 1, 0, 0]
+    source.has_branches = False
+    assert source.request(0).branches is None
 
 
 @pytest.mark.steps_fail

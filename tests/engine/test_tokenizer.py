@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from onestem.engine.text.detokenize import IncrementalDetokenizer
-from onestem.engine.text.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer, Written
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.rawtext import RawText
 from onestem.request import SamplingParams
@@ -548,8 +548,23 @@ def test_prefilled_tokens(tmp_path: Path, name: str) -> None:
         expected = len(tokenizer.encode(BEGUN, add_special_tokens=False))
     tools = [{"type": "function", "function": {"name": "f"}}]
     for _ in range(2):
-        assert tokenizer.prefilled_tokens(fields) == expected
-        assert tokenizer.prefilled_tokens({**fields, "tools": tools}) == expected
+        assert tokenizer.written(fields).prefilled == expected
+        assert tokenizer.written({**fields, "tools": tools}).prefilled == expected
+
+
+def test_tokens_of_the_first_message(tmp_path: Path) -> None:
+    """Its name inside a message is characters."""
+    path = make_byte_level_tokenizer(tmp_path, template=LLAMA_3_TEMPLATE)
+    tokenizer = Tokenizer.from_directory(path)
+    assert tokenizer is not None
+    written = tokenizer.written()
+    assert written.turn == tokenizer.control_token("<|start_header_id|>")
+    system = {"role": "system", "content": "Be <|start_header_id|> brief."}
+    prompt = tokenizer.apply_chat_template([system, {"role": "user", "content": "a"}])
+    alone = tokenizer.apply_chat_template([system], False)
+    assert written.first_message(prompt) == len(alone)
+    assert written.first_message(alone) == 0
+    assert Written(0, None).first_message(prompt) == 0
 
 
 def test_a_processors_template_is_read_where_the_tokenizer_has_none(tmp_path):

@@ -112,6 +112,15 @@ def check_format(check: Callable[..., object], request: Request) -> None:
         raise RequestError(str(error)) from error
 
 
+def check_modules(config: ModelConfig) -> None:
+    """Raise `RequestError` for a model that no prompt can be put together of modules for."""
+    if config.delta is not None:
+        raise RequestError(
+            f"{config.architecture} keeps recurrent states, which cannot be put together of "
+            "modules: give the prompt's text, or take a model with attention in all layers"
+        )
+
+
 def check_pml(
     request: Request,
     config: ModelConfig,
@@ -130,11 +139,7 @@ def check_pml(
     compiled = request.pml
     if compiled is None:
         return
-    if config.delta is not None:
-        raise RequestError(
-            f"{config.architecture} keeps recurrent states, which cannot be put together of "
-            "modules: give the prompt's text, or take a model with attention in all layers"
-        )
+    check_modules(config)
     if deterministic:
         raise RequestError(
             "a prompt in PML cannot be deterministic yet: give its text, or leave the engine's "

@@ -1,10 +1,11 @@
 """Recurrent states of sequences: where each begins, and where snapshots are taken.
 
 A prompt begins at the deepest snapshot on its path. Rows below it whose keys and values are there
-are computed again for the state alone. Snapshots of planned requests are taken where these part,
-and are let go after the last of them. Of others, they are taken where a second prompt leaves what
-it shares, and at the ends of prompt and answer. One sequence takes a snapshot (`Run.maker`): its
-chunk ends there, and others of that path wait for it.
+are computed again for the state alone. Snapshots of planned requests are taken where these part;
+after the last of them they are kept as others are. These are taken at the end of what a template
+writes for system and tools, where a second prompt leaves what it shares, and at the ends of prompt
+and answer. One sequence takes a snapshot (`Run.maker`): its chunk ends there, and others of that
+path wait for it.
 """
 
 from __future__ import annotations
@@ -94,12 +95,10 @@ class States:
         return run if run.end == at or self._cache.may_grow(run) else None
 
     def end_plans(self) -> None:
-        """Let go snapshots that planned requests would have continued which will not come."""
+        """Note that planned requests will not come which would have continued snapshots."""
         for run in list(self.pool.runs):
             run.is_awaited = False
-            if run.is_branch and not run.is_held:
-                run.is_branch = False
-                self.pool.drop(run)
+            run.is_branch &= run.is_held
 
     def distrust(self, sequence: Sequence) -> None:
         """Note that a step failed, which may have changed a sequence's state."""
@@ -199,9 +198,10 @@ class States:
             shared = [run for run in path if run.owner is not sequence or run.computed > 0]
             wanted |= {run.end: False for run in shared[-1:]}
             wanted[min(self._common(sequence), limit)] = False
+            wanted[min(request.system_tokens, limit)] = False
             prompt = sequence.num_prompt - request.prefilled_tokens
             if not sequence.score_only and not sequence.num_output:
-                wanted[prompt] = False
+                wanted[min(prompt, limit)] = False  # an equal prompt computes its last token
         for place, end in enumerate(request.branches or ()):
             wanted[min(end, limit)] = place < request.awaited_branches
         return wanted

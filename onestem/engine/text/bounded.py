@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from onestem.engine.text.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import Tokenizer, Written
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
@@ -66,9 +66,9 @@ class BoundedTokenizer:
             messages, add_generation_prompt, max_tokens=self._max_model_len, **how
         )
 
-    def prefilled_tokens(self, fields: Mapping[str, Any]) -> int:
-        """See `Tokenizer.prefilled_tokens`."""
-        return self._tokenizer.prefilled_tokens(fields)
+    def written(self, fields: Mapping[str, Any]) -> Written:
+        """See `Tokenizer.written`."""
+        return self._tokenizer.written(fields)
 
     @property
     def first_id(self) -> int | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
@@ -49,7 +49,25 @@ _TOKENIZER_FILES = (
 )
 _RENDERED = "the rendered chat"  # in errors
 MARK_TOKENS = 16  # at a prompt's end, in which a mark of reasoning is looked for
-PREFILLED_KEPT = 64  # template variables whose generation prompts are remembered
+WRITTEN_KEPT = 64  # template variables of which it is remembered what a template writes
+
+
+class Written(NamedTuple):
+    """What a chat template writes around messages.
+
+    Attributes:
+        prefilled: number of tokens at a prompt's end that it does not write before the same answer
+            in a later prompt, such as an empty `<think></think>`.
+        turn: control token that begins a message; None: no such token does.
+    """
+
+    prefilled: int
+    turn: int | None
+
+    def first_message(self, ids: Sequence[int]) -> int:
+        """Number of tokens of a prompt's first message, with what is before it; 0: not known."""
+        begins = [i for i, token_id in enumerate(ids) if token_id == self.turn]
+        return begins[1] if len(begins) > 1 else 0
 
 
 class Tokenizer(Vocabulary):
@@ -335,17 +353,16 @@ class Tokenizer(Vocabulary):
         ids = self._names.unforged(marker.backend, text, ids) if literal else ids
         return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
 
-    def prefilled_tokens(self, fields: Mapping[str, Any] | None = None) -> int:
-        """Number of tokens at a prompt's end that the template does not write before the same
-        answer in a later prompt, such as an empty `<think></think>`. `fields`: as above."""
+    def written(self, fields: Mapping[str, Any] | None = None) -> Written:
+        """What the template writes around messages; `fields`: as above."""
         named = {name: value for name, value in (fields or {}).items() if name != "tools"}
-        return self._prefilled(json.dumps(named, sort_keys=True, default=str))
+        return self._written(json.dumps(named, sort_keys=True, default=str))
 
     @cached_property
-    def _prefilled(self) -> Callable[[str], int]:
-        return lru_cache(PREFILLED_KEPT)(self._count_prefilled)
+    def _written(self) -> Callable[[str], Written]:
+        return lru_cache(WRITTEN_KEPT)(self._find_written)
 
-    def _count_prefilled(self, fields: str) -> int:
+    def _find_written(self, fields: str) -> Written:
         asked = [{"role": "user", "content": "a"}]
         later = [*asked, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
         try:
@@ -354,10 +371,13 @@ class Tokenizer(Vocabulary):
                 for messages, begins in ((asked, True), (asked, False), (later, False))
             )
         except RequestError:  # the template wants other messages
-            return 0
+            return Written(0, None)
         same = next((i for i, (a, b) in enumerate(zip(begun, said, strict=False)) if a != b), None)
         # Where it differs before the answer, a later prompt has nothing of this one's.
-        return 0 if same is None or same < len(plain) else len(begun) - same
+        prefilled = 0 if same is None or same < len(plain) else len(begun) - same
+        goes_on = said[: len(plain)] == plain and len(said) > len(plain)
+        turn = said[len(plain)] if goes_on else None
+        return Written(prefilled, turn if turn in self._names.ids.values() else None)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

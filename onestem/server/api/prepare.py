@@ -202,7 +202,7 @@ def _requests(
             own,
             prompt=_echo_of(model.tokenizer, asked.prompts[number], own) if asked.echo else None,
             stream=asked.stream,
-            prefilled_tokens=_prefilled(tokenizer, asked.prompts[number]),
+            **_written(tokenizer, asked.prompts[number], own),
         )
         for number, own in enumerate(each)
     ]
@@ -308,11 +308,18 @@ def _pml_request(
     return request
 
 
-def _prefilled(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> int:
-    """Number of prefilled tokens (`Request.prefilled_tokens`) of a chat that begins an answer."""
-    if tokenizer is None or prompt.messages is None or not prompt.template.add_generation_prompt:
-        return 0
-    return tokenizer.prefilled_tokens(prompt.template.fields)
+def _written(
+    tokenizer: BoundedTokenizer | None, prompt: Prompt, ids: Sequence[int]
+) -> dict[str, int]:
+    """Fields of a `Request` for a chat: what its template has written around messages."""
+    if tokenizer is None or not prompt.messages:
+        return {}
+    written = tokenizer.written(prompt.template.fields)
+    prefilled = written.prefilled if prompt.template.add_generation_prompt else 0
+    first = prompt.messages[0]["role"]
+    has_system = first in ("system", "developer") or bool(prompt.template.fields.get("tools"))
+    system = written.first_message(ids) if has_system else 0
+    return {"prefilled_tokens": prefilled, "system_tokens": system}
 
 
 def _reading(

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from onestem.checked import check, show
+from onestem.engine.schedule.admission import check_modules
 from onestem.engine.text.bounded import BoundedTokenizer, check_markup
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
+from onestem.models.config import ModelConfig
 from onestem.openai.schema import SchemaBody
 from onestem.pml import CompiledPrompt, Library, parse_prompt, read_schema, to_markup
 from onestem.server.errors import ApiError
@@ -61,25 +63,23 @@ class _Schema:
 
 
 class Schemas:
-    """All schemas of a server.
-
-    Args:
-        max_positions: of the model.
-    """
+    """All schemas of a server, whose model has `config`."""
 
     def __init__(
         self,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        max_positions: int,
+        config: ModelConfig,
         store: Store,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._bounded = (
-            BoundedTokenizer(tokenizer, max_positions) if tokenizer is not None else None
+            BoundedTokenizer(tokenizer, config.max_position_embeddings)
+            if tokenizer is not None
+            else None
         )
-        self._max_positions = max_positions
+        self._config = config
         self._store = store
         self._current: dict[tuple[str, str], _Schema] = {}
         self._lock = asyncio.Lock()
@@ -87,6 +87,7 @@ class Schemas:
     def load(self, files: Iterable[Path]) -> None:
         """Load the operator's schemas and those that keys have made."""
         for file in files:
+            check_modules(self._config)
             made = self._made(to_markup(read_schema(file)), owner=APP_OWNER, version=1)
             if (APP_OWNER, made.name) in self._current:
                 raise ConfigError(f"--schema {file}: another file has a schema {made.name!r}")
@@ -103,7 +104,7 @@ class Schemas:
     def _library(self, markups: Sequence[str]) -> Library:
         if self._tokenizer is None:
             raise RequestError("PML needs a tokenizer, and this model directory has none")
-        library = Library(self._tokenizer, max_positions=self._max_positions)
+        library = Library(self._tokenizer, max_positions=self._config.max_position_embeddings)
         for markup in markups:
             library.add(_checked(markup))
         return library
@@ -131,6 +132,7 @@ class Schemas:
         return made.describe()
 
     def _new(self, owner: str, markup: str) -> _Schema:
+        check_modules(self._config)
         self._check_length(markup)
         return self._made(markup, owner=owner, version=0)
 
