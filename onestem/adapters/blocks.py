@@ -5,9 +5,9 @@ Whole answers and streams are written from the same blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any, Literal
 
 from onestem.openai.forms import AnswerReader, Reading
@@ -21,26 +21,9 @@ def named_event(value: Mapping[str, Any]) -> str:
     return f"event: {value['type']}\ndata: {compact_json(value)}\n\n"
 
 
-class EventForms:
-    """Events of a block that differ in a few values alone, as those of tokens do: what is around
-    these is written once.
-
-    Args:
-        make: the event of a block with the text `MARK` in place of each such value.
-    """
-
-    def __init__(self, make: Callable[[Block], Mapping[str, Any]]) -> None:
-        self._make = make
-        self._block: Block | None = None
-        self._around: list[str] = []
-
-    def event(self, block: Block, *values: str) -> str:
-        """The event with these values, which are JSON."""
-        if block is not self._block:
-            self._block = block
-            self._around = named_event(self._make(block)).split(compact_json(MARK))
-        first, *rest = self._around
-        return first + "".join(map(add, values, rest))
+def around_marks(value: Mapping[str, Any]) -> list[str]:
+    """An event in the parts around each text of it that is `MARK`."""
+    return named_event(value).split(compact_json(MARK))
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -54,6 +37,7 @@ class Block:
         index: its place in the answer.
         parts: of its text, as they came.
         name, call_id: of a call: its function, and its id.
+        around: what is around the values of an event of more text.
     """
 
     kind: Kind
@@ -61,6 +45,7 @@ class Block:
     parts: list[str] = field(default_factory=list)
     name: str = ""
     call_id: str = ""
+    around: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -68,68 +53,76 @@ class Block:
         return "".join(self.parts)
 
 
-News = tuple[Literal["begin", "more", "end"], Block, str]  # with the text that is new
-
-
-class Blocks:
-    """Reads an answer's text as it comes.
+class BlockWriter(ABC):
+    """Reads an answer's text as it comes, and writes what is new in its blocks as events.
 
     Args:
         reading: how it is read; None: it is text as it is.
         name: the answer's, which ids of its calls depend on.
-
-    Attributes:
-        blocks: those that have begun.
     """
 
     def __init__(self, reading: Reading | None, name: str) -> None:
-        self.blocks: list[Block] = []
+        self._blocks: list[Block] = []  # that have begun
         self._reading, self._name = reading, name
         self._reader = None if reading is None else AnswerReader(reading)
         self._open: Block | None = None
 
+    def token(self, token_id: int, text: str) -> bytes:
+        """The events for one further token."""
+        return self._feed(text).encode()
+
+    @abstractmethod
+    def _begun(self, block: Block) -> str:
+        """The events of a block that begins, which gets its `around`."""
+
+    @abstractmethod
+    def _more(self, block: Block, text: str) -> str:
+        """The event of more text."""
+
+    @abstractmethod
+    def _ended(self, block: Block) -> str:
+        """The events of a block's end."""
+
     @property
-    def has_called(self) -> bool:
+    def _has_called(self) -> bool:
         """Whether there are calls, and the last one's arguments have ended."""
         return self._reader is not None and self._reader.has_called
 
-    def feed(self, text: str, *, ends: bool) -> list[News]:
-        """Read more text; `ends`: the answer has no more."""
-        news: list[News] = []
-        reader = self._reader
+    def _feed(self, text: str, *, ends: bool = False) -> str:
+        """The events of more text; `ends`: the answer has no more."""
+        reader, written = self._reader, ""
         if self._reading is None or reader is None:
-            self._add(news, "text", text)
-        elif not ends and (mode := reader.plain(text)) is not None:
-            self._add(news, "reasoning" if mode == "thought" else "text", text)
+            written = self._add("text", text)
+        elif not ends and (told := reader.plain(text)) is not None:
+            return self._add("reasoning" if reader.mode == "thought" else "text", told)
         else:
             form = self._reading.form
             for event in (*reader.feed(text), *(reader.finish() if ends else ())):
                 if event.name:
                     own = event.id or form.call_id(self._name, 0, event.index)
-                    self._begin(news, "call", event.name, own)
-                self._add(news, "reasoning", event.reasoning)
-                self._add(news, "call", event.arguments)
-                self._add(news, "text", event.text)
-        if ends:
-            self._end(news)
-        return news
+                    written += self._begin("call", event.name, own)
+                written += self._add("reasoning", event.reasoning)
+                written += self._add("call", event.arguments)
+                written += self._add("text", event.text)
+        return written + self._end() if ends else written
 
-    def _add(self, news: list[News], kind: Kind, text: str) -> None:
+    def _add(self, kind: Kind, text: str) -> str:
         if not text:
-            return
-        if self._open is None or self._open.kind != kind:
-            self._begin(news, kind)
-        assert self._open is not None
-        self._open.parts.append(text)
-        news.append(("more", self._open, text))
+            return ""
+        block, begun = self._open, ""
+        if block is None or block.kind != kind:
+            begun, block = self._begin(kind), self._blocks[-1]
+        block.parts.append(text)
+        return begun + self._more(block, text)
 
-    def _begin(self, news: list[News], kind: Kind, name: str = "", call_id: str = "") -> None:
-        self._end(news)
-        self._open = Block(kind, len(self.blocks), name=name, call_id=call_id)
-        self.blocks.append(self._open)
-        news.append(("begin", self._open, ""))
+    def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> str:
+        before = self._open
+        self._open = Block(kind, len(self._blocks), name=name, call_id=call_id)
+        self._blocks.append(self._open)
+        ended = "" if before is None else self._ended(before)
+        return ended + self._begun(self._open)
 
-    def _end(self, news: list[News]) -> None:
-        if self._open is not None:
-            news.append(("end", self._open, ""))
-            self._open = None
+    def _end(self) -> str:
+        """The last block ends with the answer."""
+        block, self._open = self._open, None
+        return "" if block is None else self._ended(block)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named_event
+from onestem.adapters.blocks import MARK, Block, BlockWriter, around_marks, named_event
 from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
@@ -70,7 +70,7 @@ class Messages:
         return MessageWriter(self, name, form, usage)
 
 
-class MessageWriter:
+class MessageWriter(BlockWriter):
     """Writes one message, whole or as events (`onestem.openai.write.DialectWriter`)."""
 
     ping = named_event({"type": "ping"}).encode()
@@ -82,38 +82,33 @@ class MessageWriter:
         form: ResponseFormat,
         usage: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._asked, self._name, self._form, self._usage = asked, name, form, usage
-        self._blocks = Blocks(form.reading, name)
-        self._begun = False
+        super().__init__(form.reading, name)
+        self._asked, self._form, self._usage = asked, form, usage
+        self._has_begun = False
         self._last: CompletionOutput | None = None
-        self._more = EventForms(_more)
 
     def whole(self, piece: CompletionOutput, usage: Mapping[str, Any]) -> JsonObject:
         """The message."""
-        self._blocks.feed(piece.text, ends=True)
+        self._feed(piece.text, ends=True)
         self._last = piece
         content = [
             self._block(block, _input(block.text) if block.kind == "call" else {})
-            for block in self._blocks.blocks
+            for block in self._blocks
         ]
-        return self._message(content, usage) | self._end(usage)
+        return self._message(content, usage) | self._stop(usage)
 
     def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
         """The events for what has come."""
-        written = "" if self._begun else self._start()
+        written = "" if self._has_begun else self._start()
         for piece in pieces.values():
-            written += self._written(piece.text, ends=piece.finish_reason is not None)
+            written += self._feed(piece.text, ends=piece.finish_reason is not None)
             if piece.finish_reason is not None:
                 self._last = piece
         return written.encode()
 
-    def token(self, token_id: int, text: str) -> bytes:
-        """The events for one further token."""
-        return self._written(text, ends=False).encode()
-
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last events."""
-        end = {"type": "message_delta", "delta": self._end(usage), "usage": _usage(usage)}
+        end = {"type": "message_delta", "delta": self._stop(usage), "usage": _usage(usage)}
         return (named_event(end) + named_event({"type": "message_stop"})).encode()
 
     def failed(self, status: int, message: str) -> bytes:
@@ -121,7 +116,7 @@ class MessageWriter:
         return named_event(error_body(status, message, self._name)).encode()
 
     def _start(self) -> str:
-        self._begun = True
+        self._has_begun = True
         message = {**self._message([], self._usage()), "stop_reason": None, "stop_sequence": None}
         start = {"type": "message_start", "message": message}
         return named_event(start) + self.ping.decode()
@@ -136,19 +131,19 @@ class MessageWriter:
             "usage": _usage(usage),
         }
 
-    def _written(self, text: str, *, ends: bool) -> str:
-        return "".join(map(self._event, self._blocks.feed(text, ends=ends)))
+    def _begun(self, block: Block) -> str:
+        kind, field = DELTAS[block.kind]
+        block.around = around_marks(_delta(block, {"type": kind, field: MARK}))
+        shown = self._block(replace(block, parts=[]), {})
+        if block.kind == "reasoning":
+            shown["signature"] = ""
+        begin = {"type": "content_block_start", "index": block.index, "content_block": shown}
+        return named_event(begin)
 
-    def _event(self, news: News) -> str:
-        what, block, text = news
-        if what == "begin":
-            shown = self._block(replace(block, parts=[]), {})
-            if block.kind == "reasoning":
-                shown["signature"] = ""
-            begin = {"type": "content_block_start", "index": block.index, "content_block": shown}
-            return named_event(begin)
-        if what == "more":
-            return self._more.event(block, compact_json(text))
+    def _more(self, block: Block, text: str) -> str:
+        return compact_json(text).join(block.around)
+
+    def _ended(self, block: Block) -> str:
         signed = ""
         if block.kind == "reasoning":
             signature = {"type": "signature_delta", "signature": self._name}
@@ -164,14 +159,14 @@ class MessageWriter:
         called = {"id": block.call_id, "name": block.name, "input": arguments}
         return {"type": "tool_use", **called}
 
-    def _end(self, usage: Mapping[str, Any]) -> JsonObject:
+    def _stop(self, usage: Mapping[str, Any]) -> JsonObject:
         """Why the message ended."""
         last, stop = self._last, None
         reason = "end_turn"
         if last is not None and last.finish_reason == "length":
             is_whole = usage["completion_tokens"] >= self._asked.max_tokens
             reason = "max_tokens" if is_whole else "model_context_window_exceeded"
-        elif self._blocks.has_called:
+        elif self._has_called:
             reason = "tool_use"
         elif last is not None and isinstance(last.stop_reason, str):
             reason, stop = "stop_sequence", last.stop_reason
@@ -180,11 +175,6 @@ class MessageWriter:
 
 def _delta(block: Block, delta: JsonObject) -> JsonObject:
     return {"type": "content_block_delta", "index": block.index, "delta": delta}
-
-
-def _more(block: Block) -> JsonObject:
-    kind, field = DELTAS[block.kind]
-    return _delta(block, {"type": kind, field: MARK})
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onestem.adapters.blocks import MARK, Block, Blocks, EventForms, News, named_event
+from onestem.adapters.blocks import MARK, Block, BlockWriter, around_marks, named_event
 from onestem.openai.write import ResponseFormat, compact_json
 from onestem.request import CompletionOutput
 
@@ -41,39 +41,34 @@ class Responses:
         return ResponseWriter(self, name, created, form)
 
 
-class ResponseWriter:
+class ResponseWriter(BlockWriter):
     """Writes one response, whole or as events (`onestem.openai.write.DialectWriter`)."""
 
     ping = b""
 
     def __init__(self, asked: Responses, name: str, created: int, form: ResponseFormat) -> None:
-        self._asked, self._name, self._created, self._form = asked, name, created, form
-        self._blocks = Blocks(form.reading, name)
+        super().__init__(form.reading, name)
+        self._asked, self._created, self._form = asked, created, form
         self._number = 0  # of the next event
         self._is_cut = False
-        self._more = EventForms(self._more_of)
 
     def whole(self, piece: CompletionOutput, usage: Mapping[str, Any]) -> JsonObject:
         """The response, which is stored."""
         self._is_cut = piece.finish_reason == "length"
-        self._blocks.feed(piece.text, ends=True)
-        return self._ended(usage)
+        self._feed(piece.text, ends=True)
+        return self._final(usage)
 
     def events(self, pieces: Mapping[tuple[int, int], CompletionOutput]) -> bytes:
         """The events for what has come."""
         written = self._start()
         for piece in pieces.values():
             self._is_cut = piece.finish_reason == "length"
-            written += self._written(piece.text, ends=piece.finish_reason is not None)
+            written += self._feed(piece.text, ends=piece.finish_reason is not None)
         return written.encode()
-
-    def token(self, token_id: int, text: str) -> bytes:
-        """The events for one further token."""
-        return self._written(text, ends=False).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event; the response is stored."""
-        made = self._ended(usage)
+        made = self._final(usage)
         return self._event(f"response.{made['status']}", response=made).encode()
 
     def failed(self, status: int, message: str) -> bytes:
@@ -82,7 +77,7 @@ class ResponseWriter:
         made = self._response("failed", error={"code": code, "message": message})
         return (self._start() + self._event("response.failed", response=made)).encode()
 
-    def _ended(self, usage: Mapping[str, Any]) -> JsonObject:
+    def _final(self, usage: Mapping[str, Any]) -> JsonObject:
         details = {"reason": "max_output_tokens"} if self._is_cut else None
         status = "incomplete" if self._is_cut else "completed"
         made = self._response(status, incomplete_details=details, usage=_usage(usage))
@@ -116,7 +111,7 @@ class ResponseWriter:
             "user": None,
             **echo,
             "model": self._form.model,
-            "output": [self._item(block, ends=True) for block in self._blocks.blocks],
+            "output": [self._item(block, ends=True) for block in self._blocks],
             "reasoning": {"effort": None, "summary": None, **echo.get("reasoning", {})},
             "store": self._asked.keep is not None,
             "text": {"format": {"type": "text"}, **text},
@@ -130,7 +125,7 @@ class ResponseWriter:
         if block.kind == "reasoning":
             content = [self._part(block, text)] if ends else []
             return {**made, "type": "reasoning", "summary": [], "content": content}
-        is_last = block is self._blocks.blocks[-1]
+        is_last = block is self._blocks[-1]
         ended = "incomplete" if self._is_cut and is_last else "completed"
         made["status"] = ended if ends else "in_progress"
         if block.kind == "text":
@@ -157,59 +152,54 @@ class ResponseWriter:
             "response.in_progress", response=begun
         )
 
-    def _written(self, text: str, *, ends: bool) -> str:
-        return "".join(map(self._of, self._blocks.feed(text, ends=ends)))
-
-    def _of(self, news: News) -> str:
-        """The events of what is new in a block."""
-        what, block, text = news
-        if what == "more":
-            number, self._number = str(self._number), self._number + 1
-            return self._more.event(block, number, compact_json(text))
-        item: JsonObject = {"item_id": self._item_id(block), "output_index": block.index}
-        part = {**item, "content_index": 0}
-        kind = PARTS.get(block.kind)
-        if what == "begin":
-            added = self._event(
-                "response.output_item.added",
-                output_index=block.index,
-                item=self._item(block, ends=False),
-            )
-            if kind is None:
-                return added
-            return added + self._event(
-                "response.content_part.added", **part, part=self._part(block, "")
-            )
-        logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
+    def _begun(self, block: Block) -> str:
+        kind, place = PARTS.get(block.kind), self._place(block)
+        more: JsonObject = {"type": f"response.{kind or ARGUMENTS}.delta", "sequence_number": MARK}
+        block.around = around_marks(more | place | {"delta": MARK} | _logprobs(block))
+        added = self._event(
+            "response.output_item.added",
+            output_index=block.index,
+            item=self._item(block, ends=False),
+        )
         if kind is None:
-            written = self._event(f"response.{ARGUMENTS}.done", **item, arguments=block.text)
+            return added
+        part = self._part(block, "")
+        return added + self._event("response.content_part.added", **place, part=part)
+
+    def _more(self, block: Block, text: str) -> str:
+        first, between, last = block.around
+        event = f"{first}{self._number}{between}{compact_json(text)}{last}"
+        self._number += 1
+        return event
+
+    def _ended(self, block: Block) -> str:
+        kind, place = PARTS.get(block.kind), self._place(block)
+        if kind is None:
+            written = self._event(f"response.{ARGUMENTS}.done", **place, arguments=block.text)
         else:
-            written = self._event(f"response.{kind}.done", **part, text=block.text, **logprobs)
+            logprobs = _logprobs(block)
+            written = self._event(f"response.{kind}.done", **place, text=block.text, **logprobs)
             whole = self._part(block, block.text)
-            written += self._event("response.content_part.done", **part, part=whole)
+            written += self._event("response.content_part.done", **place, part=whole)
         return written + self._event(
             "response.output_item.done",
             output_index=block.index,
             item=self._item(block, ends=True),
         )
 
-    def _more_of(self, block: Block) -> JsonObject:
-        kind = PARTS.get(block.kind)
-        made: JsonObject = {
-            "type": f"response.{kind or ARGUMENTS}.delta",
-            "sequence_number": MARK,
-            "item_id": self._item_id(block),
-            "output_index": block.index,
-        }
-        if kind is not None:
-            made["content_index"] = 0
-        made["delta"] = MARK
-        return made | ({"logprobs": []} if block.kind == "text" else {})
+    def _place(self, block: Block) -> JsonObject:
+        """Where a block's text is in the response."""
+        item: JsonObject = {"item_id": self._item_id(block), "output_index": block.index}
+        return item if block.kind == "call" else {**item, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return named_event(event)
+
+
+def _logprobs(block: Block) -> JsonObject:
+    return {"logprobs": []} if block.kind == "text" else {}
 
 
 def _usage(usage: Mapping[str, Any]) -> JsonObject:

@@ -473,16 +473,20 @@ class Chunks:
     def token(self, token_id: int, text: str) -> bytes:
         """The event of one further token of a call's only sequence. Only what it says is formatted,
         where that is text or reasoning. Empty: there is nothing to show."""
-        reading, told = self._form.reading, text
-        if self._form.return_token_ids:
+        form = self._form
+        if form.return_token_ids:
             return self.events({(0, 0): CompletionOutput(index=0, text=text, token_ids=[token_id])})
         mode: Mode = "text"
-        if reading is not None:
-            said = self._read(reading, 0, text, False)
-            if said.calls or (said.text and said.reasoning):
-                empty = CompletionOutput(index=0, text="", token_ids=[])
-                return self._written(0, empty, said).encode()
-            told, mode = said.text or said.reasoning, "thought" if said.reasoning else "text"
+        told: str | None = text
+        if form.reading is not None:
+            reader = self._reader(form.reading, 0)
+            mode, told = reader.mode, reader.plain(text)
+            if told is None:
+                said = self._read(form.reading, 0, text, False)
+                if said.calls or (said.text and said.reasoning):
+                    empty = CompletionOutput(index=0, text="", token_ids=[])
+                    return self._written(0, empty, said).encode()
+                told, mode = said.text or said.reasoning, "thought" if said.reasoning else "text"
         if not told:
             return b""
         around = self._around.get(mode)
@@ -532,13 +536,17 @@ class Chunks:
             f"{of_chat}{self._end}"
         )
 
-    def _read(self, reading: Reading, index: int, text: str, is_last: bool) -> _Said:
-        """What is new in a sequence's answer."""
+    def _reader(self, reading: Reading, index: int) -> AnswerReader:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = AnswerReader(reading)
-        if not is_last and (mode := reader.plain(text)) is not None:
-            return _Said(reasoning=text) if mode == "thought" else _Said(text)
+        return reader
+
+    def _read(self, reading: Reading, index: int, text: str, is_last: bool) -> _Said:
+        """What is new in a sequence's answer."""
+        reader = self._reader(reading, index)
+        if not is_last and (told := reader.plain(text)) is not None:
+            return _Said(reasoning=told) if reader.mode == "thought" else _Said(told)
         said = _Said()
         calls: dict[int, dict[str, Any]] = {}
         for event in (*reader.feed(text), *(reader.finish() if is_last else ())):

@@ -157,12 +157,12 @@ def read_in_pieces(text: str, reading: Reading, rng: random.Random, most: int) -
     while text:
         size = rng.randint(1, most)
         piece, text = text[:size], text[size:]
-        mode = reader.plain(piece) if rng.random() < 0.7 else None
-        if mode is None:
+        told = reader.plain(piece) if rng.random() < 0.7 else None
+        if told is None:
             events += reader.feed(piece)
         else:
-            is_thought = mode == "thought"
-            events.append(AnswerEvent(reasoning=piece) if is_thought else AnswerEvent(piece))
+            is_thought = reader.mode == "thought"
+            events.append(AnswerEvent(reasoning=told) if is_thought else AnswerEvent(told))
     for event in (*events, *reader.finish()):
         read.add(event)
     read.is_cut = bool(read.calls) and not reader.has_called
@@ -218,13 +218,15 @@ def test_most_texts_are_given_out_as_they_are():
     reader = AnswerReader(Reading(form=THINKING))
     assert reader.plain("Hm.") is None
     reader.feed("<think>Hm.")
-    assert [reader.plain(text) for text in (" so", "a <b", "so ", "")] == ["thought", *[None] * 3]
+    told = [reader.plain(text) for text in (" so", "a <b", "so ", "", "\n", "\ton ")]
+    assert (told, reader.mode) == ([" so", None, "so", "", "", " \n\ton"], "thought")
     reader.feed("</think>\n\nHi")
-    assert [reader.plain(text) for text in (" so", "<tool_call>")] == ["text", None]
+    told = [reader.plain(text) for text in (" so", "<tool_call>")]
+    assert (told, reader.mode) == ([" so", None], "text")
     for reading in (Reading(form=forms.HERMES, calls=False), Reading(form=THINKING, calls=False)):
         reader = AnswerReader(reading)
         reader.feed("<think>Hm.</think>\n\nHi")
-        assert reader.plain(" <tool_call> ") == "text"
+        assert (reader.plain(" <tool_call> "), reader.mode) == (" <tool_call> ", "text")
 
 
 GAPS = [one.name for one in fields(Gaps)]

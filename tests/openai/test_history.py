@@ -328,7 +328,9 @@ def test_blanks_alone_are_no_text_before_a_call():
     reader, told = AnswerReader(reading), ""
     for piece in ("I", " see", "\n", "\n", call):
         plain = reader.plain(piece)
-        told += piece if plain else "".join(event.text for event in reader.feed(piece))
+        if plain is None:
+            plain = "".join(event.text for event in reader.feed(piece))
+        told += plain
     assert told == "I see\n"
     assert ReadAnswer.of(f"So.\n\n{call}\n\n{call}", reading).text == "So.\n"
 

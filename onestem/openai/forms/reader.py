@@ -57,6 +57,7 @@ class AnswerReader:
     Attributes:
         thoughts: where reasoning begins and ends in the text with its marks, in characters; an odd
             number of places: it has not ended.
+        mode: what is read now.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -73,26 +74,31 @@ class AnswerReader:
         self._head = form.head
         self._arguments: ArgumentsReader | None = None
         self._found: list[AnswerEvent] = []
-        self._mode: Mode = "text"
+        self.mode: Mode = "text"
         self._begun: str | None = None  # line ends with which a text begins; None: it has begun
         self._read = self._read_on
         if form.reasoning is not None:
             self._read = self._read_start
         elif form.channels is not None:
-            self._mode = "between"
-        self._plain: Callable[[str], object] | None = None  # whether a text is given out as it is
+            self.mode = "between"
+        self._may_begin: Callable[[str], object] | None = None  # whether a text may have a mark
+        self._holds_blanks = False
         self._note_plain()
 
-    def plain(self, text: str) -> Mode | None:
-        """What a text is that is given out as it is, which most are: it cannot be part of a mark,
-        and nothing is held back. None: it is to be fed."""
-        if self._plain is None or not self._plain(text):
+    def plain(self, text: str) -> str | None:
+        """What is new where no mark can begin, as in most texts: `mode` says what it is. None: the
+        text is to be fed."""
+        buffer = self._buffer + text
+        if self._may_begin is None or self._may_begin(buffer):
             return None
-        self._space = ""
+        told = buffer.rstrip() if self._holds_blanks else buffer
+        self._buffer = buffer[len(told) :] if told != buffer else ""
         self._num_read += len(text)
-        if self._mode == "text":
-            self._has_text = True
-        return self._mode
+        if told:
+            self._space = ""
+            if self.mode != "thought":
+                self._has_text = True
+        return told
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Read more text; returns the events that are certain now."""
@@ -105,10 +111,11 @@ class AnswerReader:
         return found
 
     def _note_plain(self) -> None:
-        self._plain = None
-        if self._read == self._read_on and self._begun is None and not self._buffer:
-            marks = self._marks[self._mode]
-            self._plain = str if marks is None else marks.cannot_begin
+        self._may_begin = None
+        if self._read == self._read_on and self._begun is None:
+            marks = self._marks[self.mode]
+            self._holds_blanks = marks is not None
+            self._may_begin = _never if marks is None else marks.may_begin
 
     @property
     def has_called(self) -> bool:
@@ -129,16 +136,16 @@ class AnswerReader:
         if self._arguments is not None:
             self._tell_arguments(self._arguments.take(rest, True)[0])
         elif self._read == self._read_on:
-            if self._mode == "thought":
+            if self.mode == "thought":
                 rest = rest.rstrip("\n")
-            is_blank = self._mode == "text" and self._num_calls and not self._has_text
+            is_blank = self.mode == "text" and self._num_calls and not self._has_text
             self._tell(rest.rstrip() if is_blank else rest)
         found, self._found = self._found, []
         return found
 
     def _tell(self, text: str) -> None:
         """Give out text or reasoning, as the mode says."""
-        is_thought = self._mode == "thought"
+        is_thought = self.mode == "thought"
         if self._begun is not None:
             own = text.lstrip("\n")
             self._begun += text[: len(text) - len(own)]
@@ -179,13 +186,13 @@ class AnswerReader:
 
     def _turn(self, mode: Mode, place: int) -> None:
         """What the text is from a place on."""
-        if (mode == "thought") != (self._mode == "thought"):
+        if (mode == "thought") != (self.mode == "thought"):
             self.thoughts.append(place)
-        self._mode = mode
+        self.mode = mode
 
     def _read_on(self) -> bool:
         """Read text or reasoning up to a mark."""
-        marks = self._marks[self._mode]
+        marks = self._marks[self.mode]
         found = marks.search(self._buffer) if marks is not None else None
         if found is None:
             kept = marks.undecided(self._buffer) if marks is not None else 0
@@ -195,7 +202,7 @@ class AnswerReader:
             return False
         mark, at = found.group(), found.start()
         before, self._buffer = self._buffer[:at], self._buffer[at:]
-        is_thought = self._mode == "thought"
+        is_thought = self.mode == "thought"
         told = before.rstrip("\n" if is_thought else None)
         self._tell(told)
         self._space += before[len(told) :]
@@ -263,7 +270,7 @@ class AnswerReader:
 
     def _call(self, name: str, call_id: str, begin: int) -> None:
         """A call begins, which ends reasoning; `begin`: where."""
-        is_after = self._has_text and self._mode == "text"
+        is_after = self._has_text and self.mode == "text"
         gap = self._gaps.before_call
         if is_after and gap is not None and self._space.endswith(gap):
             self._tell(self._space.removesuffix(gap))
@@ -327,6 +334,10 @@ class AnswerReader:
         return True
 
 
+def _never(text: str) -> bool:
+    return False
+
+
 def _own(blanks: str, gap: str | None) -> str:
     """Those blanks at a text's beginning that are its own."""
     return blanks.removeprefix(gap) if gap is not None and blanks.startswith(gap) else ""
@@ -343,14 +354,13 @@ class _Marks:
         self.search = re.compile("|".join(map(re.escape, texts))).search
         self._texts = tuple(texts)
         first = "".join(re.escape(text[0]) for text in texts)
-        self._first = re.compile(f"[{first}]").search
-        self.cannot_begin = re.compile(rf"[^{first}]*[^{first}\s]").fullmatch
+        self.may_begin = re.compile(f"[{first}]").search
         self._longest = max(map(len, texts)) - 1
 
     def undecided(self, text: str) -> int:
         """Number of characters at a text's end that may begin a mark, with the blanks before."""
         size = 0
-        if self._first(text, max(0, len(text) - self._longest)):
+        if self.may_begin(text, max(0, len(text) - self._longest)):
             size = max(held_back(text, mark) for mark in self._texts)
         before = text[: len(text) - size]
         return size + len(before) - len(before.rstrip())
