@@ -6,7 +6,7 @@
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made, FOLDER takes the
 files that it multiplies (random weights of the shapes, written once). `--formats q8_0,q4_k_m,q4_0`
 and `--files` (MODEL.KIND.gguf) give both engines the same file, whose blocks stay as they are;
-beside them int8 or int4 of the same shape is timed (`own`). Steps are of the engine here
+beside them int8 or int4 of the same shape is timed (`own`), whose bytes are `own_bytes`. Steps are of the engine here
 and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode behind 16 tokens.
 Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds at that of int8
 products (with AMX `int4`: bfloat16), whichever is longer, both measured in the same run.
@@ -251,6 +251,7 @@ def _compared(
             "shape": shape,
             "format": form,
             "weight_bytes": _read_bytes(ours),
+            "own_bytes": None if own is None else _read_bytes(own),
             "peer_bytes": model.stat().st_size,
             "peer": {
                 "type": model.stem,
