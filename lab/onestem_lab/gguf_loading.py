@@ -1,4 +1,4 @@
-"""How fast a GGUF file is loaded on a CPU, and what it takes in memory: beside repacking its blocks.
+"""How fast a GGUF file is loaded on a CPU, and what it takes in memory, beside repacking alone.
 
     python -m onestem_lab.gguf_loading MODEL.KIND.gguf [...] [--turns 2]
 
