@@ -44,7 +44,7 @@ struct Item {
   float cost;  // nanoseconds, estimated
 };
 
-// A row whose `count` states (count != 1) stand from `state` on in the workspace.
+// A row whose `count` states stand from `state` on in the workspace; none where its only part has none.
 struct Merge {
   int32_t state, count;
 };
@@ -52,14 +52,13 @@ struct Merge {
 // The plan's arrays and its work items, for the kernels.
 struct WorkView {
   int32_t page_size;
-  int32_t num_rows;
   const int32_t* run_pages;
   const Run* runs;
   const int32_t* row_position;
   int32_t window;  // 0: none
   bool grid;       // see `make_work`
   const Piece* pieces;
-  const int32_t* rows;    // [parts]: rows of all items
+  const int32_t* rows;    // [parts]: queries of all items
   const int32_t* states;  // [parts]: where a row's state goes; -1: it is the row's only one
   const Merge* merges;    // [num_rows]
 };
@@ -74,7 +73,7 @@ struct PageStrides {
 // `top` (a score times log2(e)) and `sum` beside it.
 struct AttentionCall {
   WorkView work;
-  const void *q, *k, *v;  // q [num_rows, q_heads, dim]; pages
+  const void *q, *k, *v;  // q [num_queries, q_heads, dim]; pages
   PageStrides pages;
   void* out;              // [num_rows, q_heads, dim]
   float* lse;             // [num_rows, q_heads]

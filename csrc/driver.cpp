@@ -52,9 +52,9 @@ void clear_rows(const AttentionCall& call, const WorkList& work, size_t element_
 // KV head merges them, so that no thread waits for the others.
 class Team {
  public:
-  Team(const AttentionCall& call, const WorkList& work, const KernelsOf& kernels, size_t scratch,
-      std::atomic<int32_t>* left)
-      : call_(call), work_(work), kernels_(kernels), scratch_(scratch), left_(left) {}
+  Team(const AttentionCall& call, const Plan& plan, const WorkList& work, const KernelsOf& kernels,
+       size_t scratch, std::atomic<int32_t>* left)
+      : call_(call), plan_(plan), work_(work), kernels_(kernels), scratch_(scratch), left_(left) {}
 
   void operator()() {
     const int32_t count = static_cast<int32_t>(work_.items.size());
@@ -69,7 +69,7 @@ class Team {
   void merge(const Item& item) {
     for (int32_t part = item.rows_at; part < item.rows_at + item.num_rows; ++part) {
       if (work_.states[part] < 0) continue;
-      const int32_t row = work_.rows[part];
+      const int32_t row = plan_.row_of(work_.rows[part]);
       for (int32_t head = item.head; head < item.head + item.num_heads; ++head) {
         std::atomic<int32_t>& left = left_[int64_t{row} * call_.kv_heads + head];
         if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels_.merge(call_, row, head);
@@ -78,6 +78,7 @@ class Team {
   }
 
   const AttentionCall& call_;
+  const Plan& plan_;
   const WorkList& work_;
   const KernelsOf& kernels_;
   size_t scratch_;
@@ -131,7 +132,7 @@ void attend(AttentionCall call, PreparedPlan& prepared, Dtype dtype, int32_t thr
   for (size_t i = 0; i < counters; ++i) {
     new (left + i) std::atomic<int32_t>(work.merges[i / call.kv_heads].count);
   }
-  Team team(call, work, kernels, scratch_bytes(call, work, kernels), left);
+  Team team(call, prepared.plan(), work, kernels, scratch_bytes(call, work, kernels), left);
   const bool alone = work.cost < kThreadWork || work.items.size() < 2;
   run_on_threads(alone ? 1 : threads, team);
 }

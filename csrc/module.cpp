@@ -45,13 +45,15 @@ const Kernels& kernels_of(const std::string& isa) {
 
 PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>& run_pages,
                         const Ints<2>& runs, const Ints<2>& spans, const Ints<1>& row_position,
-                        int32_t window, bool share, std::vector<float> costs, bool grid) {
+                        int32_t window, bool share, std::vector<float> costs, bool grid,
+                        const std::vector<int32_t>& moved) {
   Plan plan{page_size,
             window,
             copy_rows<int32_t>(run_pages),
             copy_rows<Run>(runs),
             copy_rows<Span>(spans),
-            copy_rows<int32_t>(row_position)};
+            copy_rows<int32_t>(row_position),
+            moved};
   if (!costs.empty() && costs.size() != 9) throw nb::value_error("expected 9 costs");
   return new PreparedPlan(std::move(plan), {share, grid}, kernels_of(isa), std::move(costs));
 }
@@ -286,7 +288,8 @@ NB_MODULE(ONESTEM_MODULE, m) {
       .def("describe", describe)
       .def("attend", attend_plan);
   m.def("make_plan", make_plan, nb::rv_policy::take_ownership, nb::arg(), nb::arg(), nb::arg(),
-        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid") = false);
+        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid") = false,
+        nb::arg("moved") = std::vector<int32_t>());
   m.def("add_rms_norm", add_rms_norm);
   m.def("rope_write", rope_write);
   m.def("silu_mul", silu_mul);

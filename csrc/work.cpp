@@ -11,8 +11,7 @@
 namespace onestem {
 
 WorkView WorkList::view(const Plan& plan) const {
-  return {plan.page_size, plan.num_rows(),   plan.run_pages.data(), plan.runs.data(),
-          plan.row_position.data(), plan.window, grid, pieces.data(), rows.data(),
+  return {plan.page_size, plan.run_pages.data(), plan.runs.data(), plan.row_position.data(), plan.window, grid, pieces.data(), rows.data(),
           states.data(), merges.data()};
 }
 
@@ -72,14 +71,14 @@ class Estimate {
 // Sets of consecutive rows with the same spans: a decode, a chunk.
 struct Atoms {
   std::vector<int32_t> bounds;  // atom a: rows bounds[a]..bounds[a + 1]-1
-  std::vector<int32_t> of_row;  // [num_rows + 1]
+  std::vector<int32_t> of_row;  // [num_queries + 1]
 
   explicit Atoms(const Plan& plan) {
-    std::vector<uint8_t> cut(static_cast<size_t>(plan.num_rows()) + 1, 0);
+    std::vector<uint8_t> cut(static_cast<size_t>(plan.num_queries()) + 1, 0);
     for (const Span& s : plan.spans) cut[s.row] = cut[s.row + s.rows] = 1;
-    cut[0] = cut[plan.num_rows()] = 1;
+    cut[0] = cut[plan.num_queries()] = 1;
     of_row.resize(cut.size());
-    for (int32_t row = 0; row <= plan.num_rows(); ++row) {
+    for (int32_t row = 0; row <= plan.num_queries(); ++row) {
       if (cut[row]) bounds.push_back(row);
       of_row[row] = static_cast<int32_t>(bounds.size()) - 1;
     }
@@ -479,21 +478,26 @@ class Cutter {
     }
   }
 
-  // States of one row stand side by side; a row in one part needs none.
+  // States of one row stand side by side; a row in one part needs none, unless a moved row has it.
   void place_states() {
     work_.merges.assign(plan_.num_rows(), {0, 0});
-    for (int32_t row : work_.rows) ++work_.merges[row].count;
+    std::vector<uint8_t> moved(plan_.num_rows(), 0);
+    for (int32_t query : work_.rows) {
+      ++work_.merges[plan_.row_of(query)].count;
+      if (query >= plan_.num_rows()) moved[plan_.row_of(query)] = 1;
+    }
     for (int32_t row = 0; row < plan_.num_rows(); ++row) {
       Merge& merge = work_.merges[row];
       if (merge.count == 0) work_.empty_rows.push_back(row);
       merge.state = work_.num_states;
-      if (merge.count > 1) work_.num_states += merge.count;
+      if (merge.count > 1 || moved[row]) work_.num_states += merge.count;
     }
     std::vector<int32_t> taken(plan_.num_rows(), 0);
     work_.states.reserve(work_.rows.size());
-    for (int32_t row : work_.rows) {
+    for (int32_t query : work_.rows) {
+      const int32_t row = plan_.row_of(query);
       const Merge& merge = work_.merges[row];
-      work_.states.push_back(merge.count > 1 ? merge.state + taken[row]++ : -1);
+      work_.states.push_back(merge.count > 1 || moved[row] ? merge.state + taken[row]++ : -1);
     }
   }
 
@@ -517,6 +521,9 @@ WorkList make_work(const Plan& plan, const Rules& rules, const Heads& heads,
                    const KernelsOf& kernels, const CostModel& cost, int32_t threads) {
   const Estimate estimate(cost, heads, kernels.lanes);
   Cutter cutter(plan, rules.grid, heads, kernels, cost, threads, estimate);
+  if (rules.grid && !plan.moved.empty()) {
+    throw std::invalid_argument("a row sees tokens at other positions than they were stored at");
+  }
   if (rules.grid) return cutter.cut(GridUnits(plan, rules.share).units);
   return cutter.cut(Units(plan, rules.share, estimate).units);
 }

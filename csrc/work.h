@@ -14,9 +14,15 @@ struct Plan {
   std::vector<int32_t> run_pages;
   std::vector<Run> runs;
   std::vector<Span> spans;
-  std::vector<int32_t> row_position;
+  std::vector<int32_t> row_position;  // of rows, then of moved ones
+  std::vector<int32_t> moved;         // the row that each is, as it sees what lies elsewhere
 
-  int32_t num_rows() const { return static_cast<int32_t>(row_position.size()); }
+  int32_t num_queries() const { return static_cast<int32_t>(row_position.size()); }
+  int32_t num_rows() const { return num_queries() - static_cast<int32_t>(moved.size()); }
+  // Whose result a query is a part of.
+  int32_t row_of(int32_t query) const {
+    return query < num_rows() ? query : moved[query - num_rows()];
+  }
 };
 
 struct Heads {
@@ -36,8 +42,8 @@ struct CostModel {
 struct WorkList {
   std::vector<Item> items;  // longest first
   std::vector<Piece> pieces;
-  std::vector<int32_t> rows;    // [parts]
-  std::vector<int32_t> states;  // [parts], -1: the row's only part
+  std::vector<int32_t> rows;    // [parts], of queries
+  std::vector<int32_t> states;  // [parts], -1: the row's only part, and of its own query
   std::vector<Merge> merges;    // [num_rows]
   std::vector<int32_t> empty_rows;
   int32_t num_states = 0;

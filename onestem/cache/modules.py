@@ -1,7 +1,8 @@
 """Runs that are not part of a sequence: modules of prompts in PML, found by key.
 
-A module run's keys and values are a function of its key (`onestem.pml.segments`), so every request
-that names the key may read them. Its pages share the tree's pool and eviction order.
+A module run's keys and values are a function of its key (`onestem.pml.segments`) and its position,
+so every request that names the key may read them, also where it has the module at another position.
+Its pages share the tree's pool and eviction order.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class ModuleRun(Run):
         super().__init__(tokens.tolist(), None, 0, Label(shift=position))
         self.name = name
         self.kept = kept
+
+    def store_at(self, position: int) -> None:
+        """Have its keys and values at another position, before there are any."""
+        self.label = Label(shift=position)
 
     @property
     def complete(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from onestem.cache import PrefixCache
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import Grammar
+from onestem.engine.modules.prompt import run_name
 from onestem.engine.outputs import EngineStats, refused_output, unbegun_output
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
@@ -216,11 +217,12 @@ class Requests:
     def prefetch_modules(self, segments: Iterable[Segment], cache_salt: str = "") -> None:
         """Read modules that may soon be wanted from the disk, if they are only there."""
         if self.factory.tiers is not None:
-            store = self._cache.modules
+            store, moves = self._cache.modules, self.factory.config.sees_distances
+            named = ((run_name(cache_salt, one, moves=moves), one) for one in segments)
             self.factory.tiers.modules.prefetch(
-                (cache_salt, segment.key, len(segment.token_ids))
-                for segment in segments
-                if store.get((cache_salt, segment.key, None)) is None
+                (name, one.position, len(one.token_ids))
+                for name, one in named
+                if store.get(name) is None
             )
 
     def add_job(

@@ -383,13 +383,14 @@ class StateRun:
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Tokens start..end-1 of a sequence, or of a module that it imports, as rows of this step.
-    A module's see the runs that it `attends` to. `samples`: sequences that sample after them."""
+    A module's see the runs that it `attends` to, each with the positions by which it is shifted.
+    `samples`: sequences that sample after them."""
 
     sequence: Sequence
     start: int
     end: int
     module: ModuleRun | None = None
-    attends: Seq[ModuleRun] = ()
+    attends: Seq[tuple[ModuleRun, int]] = ()
     samples: Seq[Sequence] = ()
     state: StateRun | None = None
 
@@ -403,7 +404,7 @@ class Chunk:
     @property
     def module_path(self) -> list[ModuleRun]:
         """What a module attends to, then the module."""
-        return [] if self.module is None else [*self.attends, self.module]
+        return [] if self.module is None else [*(run for run, _ in self.attends), self.module]
 
 
 @dataclass(eq=False)

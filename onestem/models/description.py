@@ -394,6 +394,13 @@ class Description:
                     raise ConfigError(f"{name}_factor has {count} numbers, {expected}")
 
     @property
+    def sees_distances(self) -> bool:
+        """Whether nothing but the distance of two tokens counts, where one sees the other: keys and
+        values of tokens that see each other alone then serve any position."""
+        is_relative = self.query_growth is None and self.delta is None
+        return is_relative and not isinstance(self.positions, Learned)
+
+    @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
         """Each layer's RoPE; None: it has none."""
         if isinstance(self.positions, LayerRotary):

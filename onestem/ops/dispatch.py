@@ -199,7 +199,7 @@ def attention(
     """Attention of each query row over the tokens that the plan shows it.
 
     Args:
-        q: `[num_rows, num_q_heads, head_dim]`.
+        q: `[num_queries, num_q_heads, head_dim]`: of all rows, then of moved ones.
         k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype, as
             `allocate_pages` makes them; query head h reads KV head
             `h // (num_q_heads / num_kv_heads)`.
@@ -208,7 +208,8 @@ def attention(
         impl: `auto`, or the name of an implementation.
 
     Returns:
-        `State(out, lse)`: out in q's dtype (float64 from the reference), lse natural log.
+        `State(out, lse)` of all rows: out in q's dtype (float64 from the reference), lse natural
+        log.
 
     Raises:
         ConfigError: tensors, plan and options do not fit together.
@@ -223,9 +224,9 @@ def attention(
 
 def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
     """Raise `ConfigError` unless q, pages and plan fit together."""
-    if q.dim() != 3 or q.shape[0] != plan.num_rows:
+    if q.dim() != 3 or q.shape[0] != plan.num_queries:
         raise ConfigError(
-            f"q has shape {tuple(q.shape)}, expected [{plan.num_rows}, num_q_heads, head_dim]"
+            f"q has shape {tuple(q.shape)}, expected [{plan.num_queries}, num_q_heads, head_dim]"
         )
     if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
         raise ConfigError(

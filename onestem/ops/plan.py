@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from onestem.errors import ConfigError
 # Columns of `AttentionPlan.runs` and `AttentionPlan.spans`.
 RUN_FIELDS = ("page_start", "offset", "len", "position")
 SPAN_FIELDS = ("row", "rows", "run", "first", "end", "step")
+MOVED_FIELDS = ("row", "shift")
 RUN_PAGES, RUN_OFFSET, RUN_LEN, RUN_POSITION = range(4)
 ROW, ROWS, RUN, FIRST, END, STEP = range(6)
 
@@ -43,7 +44,11 @@ class AttentionPlan:
             begins in `run_pages`; the first slot used in its first page; its number of tokens; the
             position id of its first token. Positions inside a run are consecutive.
         spans: int32 `[num_spans, 6]`, C-contiguous, columns `SPAN_FIELDS`.
-        row_position: int32 `[num_rows]`, position id of each query row.
+        row_position: int32 `[num_queries]`, position id of each row, then of each of `moved`.
+        moved: int32 `[num_moved, 2]`, columns `MOVED_FIELDS`. Query `num_rows + i` is row `row` as
+            it sees runs `shift` positions further than they were stored: its position is the row's
+            less `shift`, its vector is rotated to that, and its state is merged into the row's.
+            Spans show runs to queries.
         window: a row sees only keys with `p_row - p_key < window`; None: all that its spans show.
 
     Raises:
@@ -56,6 +61,7 @@ class AttentionPlan:
     spans: np.ndarray
     row_position: np.ndarray
     window: int | None = None
+    moved: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     def __post_init__(self) -> None:
         if self.window is not None and not 1 <= self.window < 2**31:
@@ -66,8 +72,18 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
-        """Query rows of the step."""
+        """Rows of the step, each of which has a result."""
+        return len(self.row_position) - len(self.moved)
+
+    @property
+    def num_queries(self) -> int:
+        """Rows, and `moved` ones."""
         return len(self.row_position)
+
+    @property
+    def moved_position(self) -> np.ndarray:
+        """Position id of each moved row, int32 `[num_moved]`, a view."""
+        return self.row_position[self.num_rows :]
 
     @property
     def num_runs(self) -> int:
@@ -89,6 +105,12 @@ class AttentionPlan:
         """Position id of each run's first token, int32 `[num_runs]`, a view."""
         return self.runs[:, 3]
 
+    def rows_of(self, queries: np.ndarray) -> np.ndarray:
+        """The row that each query's state is a part of."""
+        if not len(self.moved):
+            return queries
+        return np.concatenate((np.arange(self.num_rows), self.moved[:, 0]))[queries]
+
     def slots(self, run: int, first: int, end: int) -> np.ndarray:
         """int64 `[end - first]`: slots of tokens first..end-1 of a run (page * size + slot)."""
         page_start, offset = int(self.runs[run, 0]), int(self.runs[run, 1])
@@ -104,11 +126,16 @@ class AttentionPlan:
         """Raise `ConfigError` unless the plan is well formed: ranges, steps, page lists (pages
         0..num_pages-1; None: any), and no token shown to a row twice."""
         self._check_runs(num_pages)
+        source, shift = self.moved.T.astype(np.int64)
+        known = (source >= 0) & (source < self.num_rows)
+        _require(bool(known.all()), f"a moved row is not in 0..{self.num_rows - 1}")
+        right = self.row_position[source] - shift == self.moved_position
+        _require(bool(right.all()), "a moved row's position is not its row's less its shift")
         if self.num_spans == 0:
             return
         row, rows, run, first, end, step = self.spans.T.astype(np.int64)
-        inside = (rows >= 1) & (row >= 0) & (row + rows <= self.num_rows)
-        _require(bool(inside.all()), f"a span's rows leave 0..{self.num_rows - 1}")
+        inside = (rows >= 1) & (row >= 0) & (row + rows <= self.num_queries)
+        _require(bool(inside.all()), f"a span's rows leave 0..{self.num_queries - 1}")
         known = (run >= 0) & (run < self.num_runs)
         _require(bool(known.all()), f"a span's run is not in 0..{self.num_runs - 1}")
         _require(bool((first >= 0).all()), "a span starts before its run")
@@ -177,26 +204,34 @@ class PlanBuilder:
         self.page_size = page_size
         self._behind = behind
         self._first_run = behind.num_runs if behind is not None else 0
-        self._first_span = behind.num_spans if behind is not None else 0
         self._pages: list[np.ndarray] = [behind.run_pages] if behind is not None else []
         self.num_page_ids = len(behind.run_pages) if behind is not None else 0
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
+        self._shifted: dict[int, list[tuple[int, int, int, int, int, int]]] = {}  # by shift
 
     def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
         """Add a run stored in `pages` (int32) from slot `offset` of the first; return its index."""
         return self.add_runs([pages], [(offset, length, position)])
 
     def add_span(
-        self, row: int, rows: int, run: int, end: int, *, first: int = 0, step: int = 0
-    ) -> int:
-        """Show tokens first..end-1 of a run to rows; return the span's index. A span that shows
-        nothing is left out (-1)."""
+        self,
+        row: int,
+        rows: int,
+        run: int,
+        end: int,
+        *,
+        first: int = 0,
+        step: int = 0,
+        shift: int = 0,
+    ) -> None:
+        """Show tokens first..end-1 of a run to rows, `shift` positions further than they were
+        stored. A span that shows nothing is left out."""
         step = step if rows > 1 else 0
         if rows <= 0 or end + (rows - 1) * step <= first:
-            return -1
-        self._spans.append((row, rows, run, first, end, step))
-        return self._first_span + len(self._spans) - 1
+            return
+        spans = self._shifted.setdefault(shift, []) if shift else self._spans
+        spans.append((row, rows, run, first, end, step))
 
     def add_runs(
         self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int = 0
@@ -218,19 +253,43 @@ class PlanBuilder:
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""
+        row_position = np.asarray(row_position, dtype=np.int32)
+        moved = self._place_shifted(len(row_position))
         pages = np.concatenate(self._pages) if self._pages else np.zeros(0)
         runs = np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))
         spans = np.array(self._spans, dtype=np.int32).reshape(-1, len(SPAN_FIELDS))
         if self._behind is not None:
             runs = np.concatenate((self._behind.runs, runs))
             spans = np.concatenate((self._behind.spans, spans))
+            if len(self._behind.moved):  # they come after all rows
+                before, rows = self._behind.num_rows, spans[: self._behind.num_spans, ROW]
+                rows[rows >= before] += len(row_position) - before
+        if len(moved):
+            more = row_position[moved[:, 0]] - moved[:, 1]
+            row_position = np.concatenate((row_position, more))
         return AttentionPlan(
             page_size=self.page_size,
             run_pages=pages.astype(np.int32, copy=False),
             runs=runs,
             spans=spans,
-            row_position=np.asarray(row_position, dtype=np.int32),
+            row_position=row_position,
+            moved=moved,
         )
+
+    def _place_shifted(self, num_rows: int) -> np.ndarray:
+        """Give spans that have a shift their rows, after all others; `AttentionPlan.moved`."""
+        none = np.zeros((0, len(MOVED_FIELDS)), np.int32)
+        moved = [none if self._behind is None else self._behind.moved]
+        first = num_rows + len(moved[0])
+        for shift, spans in self._shifted.items():
+            shown = [np.arange(row, row + rows, dtype=np.int32) for row, rows, *_ in spans]
+            sources = np.unique(np.concatenate(shown))
+            for row, rows, run, start, end, step in spans:
+                row = first + int(np.searchsorted(sources, row))
+                self._spans.append((row, rows, run, start, end, step))
+            moved.append(np.stack((sources, np.full_like(sources, shift)), 1))
+            first += len(sources)
+        return np.concatenate(moved)
 
 
 def windowed(plan: AttentionPlan, window: int | None) -> AttentionPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,3 +52,20 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     out.mul_(torch.exp(lse - safe).unsqueeze(-1))
     out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).unsqueeze(-1))
     lse.copy_(merged)
+
+
+def merge_moved(total: State, sources: np.ndarray) -> State:
+    """States of rows, then of moved ones (`AttentionPlan.moved`), merged into those of the rows:
+    moved row i into row `sources[i]`. float32 accumulators, changed in place."""
+    rows = len(total.lse) - len(sources)
+    order = np.argsort(sources, kind="stable")
+    first = np.searchsorted(sources[order], sources[order])  # of the same row
+    nth = np.arange(len(order)) - first
+    for number in range(int(nth.max(initial=-1)) + 1):  # no row twice in one
+        some = order[nth == number]
+        into, part = torch.from_numpy(sources[some]), torch.from_numpy(some + rows)
+        into, part = (index.to(total.lse.device, torch.int64) for index in (into, part))
+        out, lse = total.out[into], total.lse[into]
+        merge_into(out, lse, total.out[part], total.lse[part])
+        total.out[into], total.lse[into] = out, lse
+    return State(total.out[:rows], total.lse[:rows])

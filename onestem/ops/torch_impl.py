@@ -16,7 +16,7 @@ from onestem.ops.items import CostModel, Item, SharedItem, WalkItem, make_items
 from onestem.ops.kv import read_kv, slot_index
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
-from onestem.ops.state import State, empty_state, merge_into
+from onestem.ops.state import State, empty_state, merge_into, merge_moved
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class PreparedTorch:
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `ops.attention`."""
-        num_rows, num_heads, head_dim = q.shape
+        num_queries, num_heads, head_dim = q.shape
         if self._ready is None:
             self._ready = self._make_ready(q.device, num_heads // k_pages.shape[2])
-        if len(self._ready) == 1 and self._ready[0].rows == slice(0, num_rows):
+        if len(self._ready) == 1 and self._ready[0].rows == slice(0, self.plan.num_rows):
             state = self._attend_item(self._ready[0], q, k_pages, v_pages, scores)
             return State(state.out.to(q.dtype), state.lse)
-        total = empty_state(num_rows, num_heads, head_dim, device=q.device)
+        total = empty_state(num_queries, num_heads, head_dim, device=q.device)
         for ready in self._ready:
             part = self._attend_item(ready, q, k_pages, v_pages, scores)
             rows = ready.rows
@@ -83,10 +83,12 @@ class PreparedTorch:
             merge_into(out, lse, part.out, part.lse)
             if not isinstance(rows, slice):  # else these are views
                 total.out[rows], total.lse[rows] = out, lse
+        if len(self.plan.moved):
+            total = merge_moved(total, self.plan.moved[:, 0])
         return State(total.out.to(q.dtype), total.lse)
 
     def _make_ready(self, device: torch.device, group: int) -> list[_Ready]:
-        touched = np.zeros(self.plan.num_rows, bool)
+        touched = np.zeros(self.plan.num_queries, bool)
         ready = []
         for item in self.items:
             first = not touched[item.rows].any()

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.ops import AttentionPlan, windowed
-from onestem.ops.plan import RUN_FIELDS, SPAN_FIELDS
+from onestem.ops.plan import MOVED_FIELDS, RUN_FIELDS, SPAN_FIELDS
 
 # Tokens that are on the device (-1: no step, but a call), page size (0: an advance), and the
 # lengths of the arrays, in their order.
-HEAD = struct.Struct("=11q")
-CALL = HEAD.pack(-1, *[0] * 10)
+HEAD = struct.Struct("=12q")
+CALL = HEAD.pack(-1, *[0] * 11)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
         ids,
         plan.page_size,
         [inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows, inputs.score_rows],
-        [plan.run_pages, plan.runs, plan.spans, plan.row_position],
+        [plan.run_pages, plan.runs, plan.spans, plan.row_position, plan.moved],
     )
 
 
@@ -75,7 +75,7 @@ def _message(
 ) -> bytes:
     """Pack arrays. Those of int64 come before those of int32, so that each is aligned."""
     arrays = [*long, *short]
-    sizes = [array.size for array in arrays] + [0] * (9 - len(arrays))
+    sizes = [array.size for array in arrays] + [0] * (10 - len(arrays))
     head = HEAD.pack(0 if ids is None else len(ids), page_size, *sizes)
     return b"".join((head, *(array.tobytes() for array in arrays)))
 
@@ -111,13 +111,14 @@ class Reader:
             self._inputs.advance(new_pages)
             return StepMessage(self._inputs, new_pages, num_ids)
         ids, positions, slots, logit_rows, score_rows = (take(n, np.int64) for n in sizes[:5])
-        run_pages, runs, spans, row_position = (take(n, np.int32) for n in sizes[5:])
+        run_pages, runs, spans, row_position, moved = (take(n, np.int32) for n in sizes[5:])
         plan = AttentionPlan(
             page_size=page_size,
             run_pages=run_pages,
             runs=runs.reshape(-1, len(RUN_FIELDS)),
             spans=spans.reshape(-1, len(SPAN_FIELDS)),
             row_position=row_position,
+            moved=moved.reshape(-1, len(MOVED_FIELDS)),
         )
         plans = {window: windowed(plan, window) for window in self._windows}
         self._inputs = StepInputs(

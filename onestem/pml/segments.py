@@ -2,7 +2,8 @@
 
 A *segment* is a stretch of tokens at consecutive positions that is stored as one run. Cached
 segments depend on the schema alone. A segment's keys and values are a function of its token ids,
-its positions and the segments that it attended to, so a hash of these (`key`) names them.
+its position and the segments that it attended to. A hash of these (`key`) names them, in which
+positions are distances to what it attended to: where only distances count, it serves any position.
 
 Three isolations are rules of which token sees which (docs/pml.md): `anchored`, `isolated`, `off`.
 In `isolated` (Prompt Cache, section 3.3) cached text sees its own module alone, with placeholder
@@ -41,7 +42,8 @@ class Segment:
         attends: the earlier cached and placeholder segments that a cached or placeholder segment
             sees whole: indices of a prompt's segments, or keys of `Encoding.segments`. It sees its
             own tokens causally.
-        key: names the KV of a cached or placeholder segment, apart from model and dtype; else "".
+        key: names the KV of a cached or placeholder segment, apart from position, model and dtype;
+            else "".
         in_use: leading tokens that this prompt uses. Fewer than all only where a prompt ends
             without own tokens: its last token is then computed, so that it has logits.
     """
@@ -203,9 +205,10 @@ class Encoding:
 
     def _key(self, ids: np.ndarray, position: int, attends: Sequence[int]) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"pml 1 {self.isolation} {position} {len(ids)} ".encode())
+        digest.update(f"pml 2 {self.isolation} {len(ids)} ".encode())
         digest.update(ids.astype("<i4").tobytes())
         for index in attends:
+            digest.update(f"{position - self.segments[index].position} ".encode())
             digest.update(bytes.fromhex(self.segments[index].key))
         return digest.hexdigest()
 

@@ -26,11 +26,8 @@ def module_shifted(monkeypatch):
 
 def attended_dropped(monkeypatch):
     """A module does not see the last segment that it attends to."""
-    monkeypatch.setattr(
-        SequenceModules,
-        "attended",
-        lambda self, index: [self._runs[i] for i in self.prompt.encoded[index].attends[:-1]],
-    )
+    attended = SequenceModules.attended
+    monkeypatch.setattr(SequenceModules, "attended", lambda *args: attended(*args)[:-1])
 
 
 def attended_added(monkeypatch):
@@ -38,7 +35,7 @@ def attended_added(monkeypatch):
 
     def attended(self, index):
         before = {*self.prompt.encoded[index].attends, *([index - 1] if index else [])}
-        return [self._runs[i] for i in sorted(before & self._runs.keys())]
+        return [(self._runs[i], 0) for i in sorted(before & self._runs.keys())]
 
     monkeypatch.setattr(SequenceModules, "attended", attended)
 
@@ -47,8 +44,8 @@ def imports_changed(change):
     def apply(monkeypatch):
         init = PmlPrompt.__init__
 
-        def mutated(self, *args):
-            init(self, *args)
+        def mutated(self, *args, **options):
+            init(self, *args, **options)
             self.imports = tuple(change(self.imports))
 
         monkeypatch.setattr(PmlPrompt, "__init__", mutated)

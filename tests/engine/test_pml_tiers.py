@@ -145,7 +145,7 @@ def test_a_file_of_another_model_is_not_used(tiny, tmp_path):
     for path in list(tmp_path.iterdir()):  # under the name that it would have for the other
         store = DiskStore(tmp_path, MIB, "two")
         for segment in (s for c in compiled for s in c.segments if s.key):
-            other = store.path(module_name("two", "", segment.key))
+            other = store.path(module_name("two", "", segment.key, segment.position))
             if not other.exists():
                 other.write_bytes(path.read_bytes())
                 break
@@ -164,7 +164,9 @@ def test_what_a_waiting_request_wants_is_read_ahead(tiny, tmp_path):
     for future in list(engine.tiers.stores.reading.values()):
         future.result()
     cached = [segment for segment in compiled.segments if segment.kind == "cached"]
-    assert all(module_name("model", "", s.key) in engine.tiers.stores.host for s in cached)
+    assert all(
+        module_name("model", "", s.key, s.position) in engine.tiers.stores.host for s in cached
+    )
     engine.abort("0")
     assert same(first, run(engine, [compiled]))
     assert engine.tiers.stats.from_disk_tokens == sum(len(s.token_ids) for s in cached)
@@ -193,10 +195,10 @@ def test_on_a_gpu_the_disk_has_to_be_faster_than_computing(tiny, tmp_path, monke
     monkeypatch.setattr(tiers.copies, "is_aside", True)
     monkeypatch.setattr("onestem.engine.tiers.stores.PROBED_SECONDS", 1e9)  # once
     module = next(s for s in compiled.segments if s.kind == "cached")
-    name, count = module_name("model", "", module.key), len(module.token_ids)
-    run_of_it = ModuleRun(("", module.key, None), module.token_ids, 0, True)
+    name, count = module_name("model", "", module.key, module.position), len(module.token_ids)
+    run_of_it = ModuleRun(("", module.key, None), module.token_ids, module.position, True)
     assert not modules.has(run_of_it)  # no rate is known: this measures the disk's
-    modules.prefetch([("", module.key, count)])
+    modules.prefetch([(run_of_it.name, module.position, count)])
     both.close(60)  # waits for the threads
     rate, tiers.rates.num_readers = tiers.rates.reader(1), 4
     assert not tiers.reading

@@ -31,10 +31,11 @@ def random_plan(
     max_rows: int = 24,
     max_len: int = 70,
     num_pages: int = 512,
+    moves: bool = True,
 ) -> AttentionPlan:
     """A forest plus modules, chunks and decodes; runs begin anywhere in a page, pages stand in
     random order with slack behind them; some rows see nothing. In half of the plans the shared runs
-    are one, cut anywhere."""
+    are one, cut anywhere; in half, if it `moves`, some rows see some of them elsewhere."""
     builder = PlanBuilder(page_size)
     page_ids = rng.permutation(num_pages).astype(np.int32)
     used = 0
@@ -62,6 +63,7 @@ def random_plan(
     else:
         shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
     positions: list[int] = []
+    shifts = [0, *(rng.integers(-90, 90, 2).tolist() if moves and rng.random() < 0.5 else ())]
     for _ in range(num_seqs):
         rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, max_rows))]))
         before = int(rng.choice([0, int(rng.integers(0, max_len))]))
@@ -69,7 +71,7 @@ def random_plan(
         own = run(before + rows, base)
         for index, length in zip(shared, lengths, strict=True):
             if rng.random() < 0.6:
-                builder.add_span(row, rows, index, length)
+                builder.add_span(row, rows, index, length, shift=int(rng.choice(shifts)))
         if rng.random() < 0.9:
             builder.add_span(row, rows, own, before + 1, step=1)
         if rng.random() < 0.2 and rows > 2:  # its first rows see nothing of this
@@ -94,8 +96,8 @@ def written_slots(plan: AttentionPlan) -> np.ndarray:
 class Shown:
     """What a packed work list tells a kernel, read word by word.
 
-    keys: per row, the (slot, position) pairs of every part that shows them.
-    parts: per row, its states (-1: final).
+    keys: per query, the (slot, position) pairs of every part that shows them.
+    parts: per query, its states (-1: final).
     """
 
     keys: list[list[tuple[int, int]]]
@@ -131,7 +133,7 @@ def assert_dealt(words: np.ndarray, reading: int, wide: int, num_tiles: int) -> 
 
 
 def read_packed(
-    words: np.ndarray, num_rows: int, page_size: int, cost: CostModel, group: int
+    words: np.ndarray, num_queries: int, page_size: int, cost: CostModel, group: int
 ) -> Shown:
     """Follows `words` as the kernel does; asserts that no row of a tile's clear range is blind."""
     reading, wide, num_merges, walk, rows, dest, merges, pages, positions, window = words[
@@ -142,7 +144,7 @@ def read_packed(
     assert not words[13:16].any()
     if cost.together:
         assert_dealt(words, reading, wide, len(cost.tiles))
-    shown = Shown([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], {})
+    shown = Shown([[] for _ in range(num_queries)], [[] for _ in range(num_queries)], {})
     for item in range(reading + wide):
         record = words[words[12] + RECORD * item :]
         kind, count, row_start, num_walk, walk_start, shared = record[:6].tolist()

@@ -35,8 +35,10 @@ def random_plan(
     num_runs: int,
     num_seqs: int,
     window: int | None = None,
+    moves: bool = True,
 ) -> tuple[AttentionPlan, int]:
-    """A forest plus modules: each sequence sees some runs whole and a run of its own causally."""
+    """A forest plus modules: each sequence sees some runs whole and a run of its own causally. In
+    half of the plans, if it `moves`, some are seen elsewhere."""
     builder = PlanBuilder(page_size)
     page_ids = rng.permutation(4096)
     used = 0
@@ -58,6 +60,7 @@ def random_plan(
     shared = [run(n, int(p)) for n, p in zip(lengths, starts[:-1], strict=True)]
     positions: list[int] = []
     spans = []
+    shifts = [0, *(rng.integers(-90, 90, 2).tolist() if moves and rng.random() < 0.5 else ())]
     for _ in range(num_seqs):
         rows = int(rng.choice([1, 1, 1, 2, int(rng.integers(1, 40))]))
         before = int(rng.choice([0, 0, int(rng.integers(0, 70))]))
@@ -66,23 +69,24 @@ def random_plan(
         row = len(positions)
         for r, n in zip(shared, lengths, strict=True):
             if rng.random() < 0.6 and n:
-                spans.append((row, rows, r, n, 0))
+                spans.append((row, rows, r, n, 0, int(rng.choice(shifts))))
         if rng.random() < 0.9:
-            spans.append((row, rows, own, before + 1, 1))
+            spans.append((row, rows, own, before + 1, 1, 0))
         positions.extend(range(base + before, base + before + rows))
     # Spans of neighbouring rows over the same run are one span, as the engine writes them.
-    for row, rows, r, end, step in _joined(spans):
-        builder.add_span(row, rows, r, end, step=step)
+    for row, rows, r, end, step, shift in _joined(spans):
+        builder.add_span(row, rows, r, end, step=step, shift=shift)
     plan = builder.build(np.array(positions))
     return (windowed(plan, window) if window else plan), used
 
 
-def _joined(spans: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
-    out: list[tuple[int, int, int, int, int]] = []
-    for span in sorted(spans, key=lambda s: (s[2], s[0])):
-        row, rows, run, end, step = span
-        if out and step == 0 and out[-1][2:] == (run, end, 0) and out[-1][0] + out[-1][1] == row:
-            out[-1] = (out[-1][0], out[-1][1] + rows, run, end, 0)
+def _joined(spans: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = []
+    for span in sorted(spans, key=lambda s: (s[2], s[5], s[0])):
+        row, rows, run, end, step, shift = span
+        alike = out and step == 0 and out[-1][2:] == (run, end, 0, shift)
+        if alike and out[-1][0] + out[-1][1] == row:
+            out[-1] = (out[-1][0], out[-1][1] + rows, run, end, 0, shift)
         else:
             out.append(span)
     return out
@@ -101,7 +105,7 @@ def random_tensors(
     """q, k_pages, v_pages; slots that no run owns hold NaN."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     shape = (4096, plan.page_size, kv_heads, head_dim)
-    q = torch.randn(plan.num_rows, kv_heads * group, head_dim, generator=generator).to(dtype)
+    q = torch.randn(plan.num_queries, kv_heads * group, head_dim, generator=generator).to(dtype)
     pages = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
     for run in range(plan.num_runs):
         slots = torch.from_numpy(plan.slots(run, 0, int(plan.run_len[run])))
@@ -188,11 +192,11 @@ def test_items_show_exactly_what_the_plan_shows(window):
     plan.check()
     for cost in (CostModel(), CostModel(1, 1), CostModel(10**9, 10**9)):
         for share in (True, False):
-            got: list[list[int]] = [[] for _ in range(plan.num_rows)]
+            got: list[list[int]] = [[] for _ in range(plan.num_queries)]
             for item in make_items(plan, cost, share):
                 for i, row in enumerate(item.rows.tolist()):
                     got[row].extend(_keys_of(item, i))
-            for row in range(plan.num_rows):
+            for row in range(plan.num_queries):
                 assert sorted(got[row]) == sorted(visible(plan, row)[0].tolist())
 
 
@@ -289,7 +293,7 @@ def test_error_is_at_most_twice_that_of_plain_attention(head_dim, dtype):
     theirs = []
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        plan, used = random_plan(rng, page_size=16, num_runs=5, num_seqs=10)
+        plan, used = random_plan(rng, page_size=16, num_runs=5, num_seqs=10, moves=False)
         q, k, v = random_tensors(
             rng, plan, used, kv_heads=2, group=3, head_dim=head_dim, dtype=dtype
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from onestem.ops.triton.launch import Kernels
 from onestem.ops.work import CostModel, Tile, WorkList, lists, make_work
 from onestem.ops.work.cuts import item_times
 from onestem.ops.work.deal import hands_in_rows
-from onestem.ops.work.lists import Choice
+from onestem.ops.work.lists import Choice, ListTooLong
 from onestem_lab.attention.cases import decode_step
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
 
@@ -32,14 +32,15 @@ def packed(work: WorkList) -> np.ndarray:
 
 
 def assert_shows(words, plan: AttentionPlan, cost: CostModel, group: int, num_states: int) -> None:
-    shown = read_packed(words, plan.num_rows, plan.page_size, cost, group)
+    shown = read_packed(words, plan.num_queries, plan.page_size, cost, group)
     used: set[int] = set()
-    for row in range(plan.num_rows):
-        slots, positions = visible(plan, row)
+    for query in range(plan.num_queries):
+        slots, positions = visible(plan, query)
         want = sorted(zip(slots.tolist(), positions.tolist(), strict=True))
-        assert sorted(shown.keys[row]) == want
-        states = sorted(shown.parts[row])
-        if len(states) == 1:
+        assert sorted(shown.keys[query]) == want
+    for row, moved in enumerate(moved_rows(plan)):
+        states = sorted(chain(shown.parts[row], *(shown.parts[query] for query in moved)))
+        if len(states) == 1 and shown.parts[row]:
             assert states == [-1]
             assert row not in shown.merges
             continue
@@ -49,6 +50,14 @@ def assert_shows(words, plan: AttentionPlan, cost: CostModel, group: int, num_st
         assert not used & set(states)
         used |= set(states)
     assert used == set(range(num_states))
+
+
+def moved_rows(plan: AttentionPlan) -> list[list[int]]:
+    """The moved rows of each row, as queries."""
+    found: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    for number, row in enumerate(plan.moved[:, 0].tolist()):
+        found[row].append(plan.num_rows + number)
+    return found
 
 
 @settings(max_examples=80, deadline=None)
@@ -77,9 +86,12 @@ def test_lists_show_what_the_plan_shows(
         num_pages=2048,  # as many as the longest need, of one token each
     )
     model = COSTS[cost]
-    work = make_work(
-        plan, model, num_kv_heads=kv_heads, group=group, share=share, max_states=max_states
-    )
+    options = {"num_kv_heads": kv_heads, "group": group, "share": share}
+    try:
+        work = make_work(plan, model, max_states=max_states, **options)
+    except ListTooLong:
+        assert max_states < 2 * len(plan.moved)
+        work, max_states = make_work(plan, model, **options), None
     assert max_states is None or work.num_states <= max_states
     assert_shows(packed(work), plan, model, group, work.num_states)
 

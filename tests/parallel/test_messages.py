@@ -116,8 +116,8 @@ def test_a_message_of_decodes_has_their_tokens_and_pages_alone():
     small, large = team.sizes[False], team.sizes[True]
     assert len(small) > len(large)
     # The head, a token for each row; no more than three numbers for each that takes a page.
-    assert max(small) <= 88 + 8 * 8 + 3 * 8 * 8
-    assert min(small) == 88 + 8 * 8
+    assert max(small) <= 96 + 8 * 8 + 3 * 8 * 8
+    assert min(small) == 96 + 8 * 8
 
 
 def test_calls():

@@ -30,11 +30,17 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class ImportedRun:
-    """The same of the segment's run."""
+    """The same of the segment's run, which the sequence sees from `position` on."""
 
     run: ModuleRun
     first: int
     in_use: int
+    position: int
+
+    @property
+    def shift(self) -> int:
+        """How many positions further than it was stored the run is seen."""
+        return self.position - self.run.position
 
     @property
     def whole(self) -> bool:
@@ -47,6 +53,8 @@ class PmlPrompt:
 
     Args:
         salt: of what it computes for itself; module_salt: of the modules that it imports.
+        moves: a module's keys and values serve any position (`Description.sees_distances`); else
+            each position has its own.
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
@@ -57,12 +65,15 @@ class PmlPrompt:
         imports: what the tokens see of these.
     """
 
-    def __init__(self, compiled: CompiledPrompt, salt: str, module_salt: str) -> None:
+    def __init__(
+        self, compiled: CompiledPrompt, salt: str, module_salt: str, *, moves: bool = False
+    ) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
         self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
         self.salt = salt
         self.module_salt = module_salt
+        self.moves = moves
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
         self.stretches = tuple(self._stretches(positions, compiled.next_position))
@@ -85,7 +96,8 @@ class PmlPrompt:
             return self.salt
         digest = hashlib.blake2b(digest_size=16)
         for one in self.imports:
-            digest.update(f"{self.encoded[one.segment].key} {one.in_use} ".encode())
+            segment = self.encoded[one.segment]
+            digest.update(f"{segment.key} {segment.position} {one.in_use} ".encode())
         return self.salt, digest.hexdigest()
 
     def num_pages(self, page_size: int) -> int:
@@ -104,6 +116,11 @@ class PmlPrompt:
         # The answer fills the last page first, unless it begins a run of its own.
         slack = (start - own) % page_size if start < own else 0
         return min(max_positions - label.shift, own + slack + free)
+
+
+def run_name(salt: str, segment: Segment, *, moves: bool) -> tuple[Hashable, ...]:
+    """By which a segment's run is found; see `PmlPrompt.moves`."""
+    return salt, segment.key, None if moves else segment.position
 
 
 class SequenceModules:
@@ -131,15 +148,31 @@ class SequenceModules:
             if segment.kind == "cached":
                 self._attach(index, segment)
         self.seen = tuple(
-            ImportedRun(self._runs[one.segment], one.first, one.in_use) for one in prompt.imports
+            ImportedRun(
+                self._runs[one.segment],
+                one.first,
+                one.in_use,
+                prompt.encoded[one.segment].position,
+            )
+            for one in prompt.imports
         )
 
     def _attach(self, index: int, segment: Segment) -> None:
-        name = (self.prompt.module_salt, segment.key, id(self._owner) if self._private else None)
+        moves = self.prompt.moves and not self._private
+        position = segment.position + (self._frame(segment) if moves else 0)
+        name = run_name(self.prompt.module_salt, segment, moves=moves)
+        name = (*name, id(self._owner)) if self._private else name
         kept = not self._private and segment.kind == "cached"
         self._runs[index] = self._store.attach(
-            name, segment.token_ids, segment.position, self._owner, kept=kept
+            name, segment.token_ids, position, self._owner, kept=kept
         )
+
+    def _frame(self, segment: Segment) -> int:
+        """How much further what a segment attends to was stored than the prompt has it: if it is
+        new, the segment is stored so too."""
+        held = (other for other in segment.attends if other in self._runs)
+        encoded = self.prompt.encoded
+        return next((self._runs[i].position - encoded[i].position for i in held), 0)
 
     @property
     def complete(self) -> bool:
@@ -160,15 +193,19 @@ class SequenceModules:
             if not self._runs[index].complete:
                 yield index, self._runs[index]
 
-    def attended(self, index: int) -> list[ModuleRun]:
-        """Runs that the tokens of a run see whole."""
-        return [self._runs[other] for other in self.prompt.encoded[index].attends]
+    def attended(self, index: int) -> list[tuple[ModuleRun, int]]:
+        """Runs that the tokens of a run see whole, and how many positions further than they were
+        stored."""
+        encoded, here = self.prompt.encoded, self._runs[index].position
+        frame = here - encoded[index].position
+        seen = ((self._runs[i], encoded[i].position) for i in encoded[index].attends)
+        return [(run, position + frame - run.position) for run, position in seen]
 
     def missing_pages(self) -> int:
         """Pages still to be allocated, for runs that this sequence is to compute."""
         return sum(
             max(0, self._store.pool.pages_for(len(run.tokens)) - len(run.pages))
-            for run in self._runs.values()
+            for run in set(self._runs.values())
             if not run.complete and run.owner in (None, self._owner)
         )
 

@@ -350,7 +350,12 @@ class SequenceFactory:
             ),
         )
         if request.pml is not None:
-            state.pml = PmlPrompt(request.pml, request.cache_salt, request.module_salt)
+            state.pml = PmlPrompt(
+                request.pml,
+                request.cache_salt,
+                request.module_salt,
+                moves=self.config.sees_distances,
+            )
         state.most_tokens = self._most_tokens(state)
         if request.params.choices:
             assert self.tokenizer is not None  # `Requests.validate` saw to it

@@ -74,7 +74,7 @@ class PromptChunks:
         for index, run in modules.missing(lambda run: self._load(draft, sequence, run)):
             attends = modules.attended(index)
             theirs = run.owner is not None and run.owner is not sequence
-            if theirs or not all(other.complete for other in attends):
+            if theirs or not all(other.complete for other, _ in attends):
                 continue
             start, take = run.computed, min(most - used, len(run.tokens) - run.computed)
             if take <= 0 or not self._room.reserve(draft, sequence, run, start + take):

@@ -111,6 +111,9 @@ class BatchRows:
         self._readers.forget(sids[~keep].tolist())
         before = np.concatenate(([0], np.cumsum(keep)))
         plan, rows, num_before = self._plan, self.rows.kept(keep), len(keep)
+        moved = plan.moved[keep[plan.moved[:, 0]]]
+        moved[:, 0] = before[moved[:, 0]]
+        before = np.concatenate(([0], np.cumsum(np.append(keep, keep[plan.moved[:, 0]]))))
         self._spare_words += int(self.rows.held[~keep].sum())
         spans = plan.spans.copy()
         first, end = spans[:, ROW], spans[:, ROW] + spans[:, ROWS]
@@ -122,7 +125,8 @@ class BatchRows:
         spans[: len(rows), RUN] = np.arange(len(rows))
         assert not len(used) or used[0] >= num_before
         self.rows = rows
-        self._set(replace(plan, runs=plan.runs[np.concatenate((own, used))], spans=spans))
+        runs = plan.runs[np.concatenate((own, used))]
+        self._set(replace(plan, runs=runs, spans=spans, moved=moved))
 
     def _enter(self, sequences: list[Sequence]) -> None:
         anew = self._spare_words >= SPARE_WORDS
@@ -252,12 +256,14 @@ class BatchRows:
         self.rows = self.rows.inserted(at, rows)
         joined = np.concatenate(spans)
         joined[: len(self.rows), RUN] = np.arange(len(self.rows))
+        moved = plan.moved + [count, 0] * (plan.moved[:, :1] >= at)
         self._set(
             replace(
                 plan,
                 run_pages=np.concatenate((plan.run_pages, more.run_pages)),
                 runs=np.concatenate(runs),
                 spans=joined,
+                moved=moved.astype(np.int32),
             )
         )
         self._readers.note(group)
@@ -294,14 +300,15 @@ class BatchRows:
 
     def _set(self, plan: AttentionPlan) -> None:
         """Set another plan, and arrays of inputs as long as its rows."""
-        count = len(self.rows)
-        if len(plan.row_position) != count:
-            plan = replace(plan, row_position=np.zeros(count, np.int32))
+        count, num_queries = len(self.rows), len(self.rows) + len(plan.moved)
+        if len(plan.row_position) != num_queries:
+            plan = replace(plan, row_position=np.zeros(num_queries, np.int32))
         self._plan = plan
         plans = {window: windowed(plan, window) for window in set(self._windows)}
         length = self.table.computed[self.rows.sid] - self.rows.base
         positions = plan.runs[:count, RUN_POSITION].astype(np.int64) + length - 1
-        plan.row_position[:] = positions
+        plan.row_position[:count] = positions
+        plan.row_position[count:] = positions[plan.moved[:, 0]] - plan.moved[:, 1]
         plan.runs[:count, RUN_LEN] = plan.spans[:count, END] = length
         slots = _slots(plan, self.rows.offset + length - 1, self._cache.pool.page_size)
         zeros = np.zeros(count, np.int64)

@@ -190,6 +190,7 @@ class GraphRunner(Runner):
         self._list_age += 1
         if new_pages is None or self._list_age >= self._list_steps or not self._listed:
             fits = rows <= BATCH_SIZES[-1] and self._write_parts(inputs.states)
+            fits = fits and not len(next(iter(inputs.plans.values())).moved)
             self._listed = fits and self.write_lists(inputs)
             return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":

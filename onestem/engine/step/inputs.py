@@ -143,7 +143,7 @@ class _Layout:
         self.share = share
         self.shared_read_tokens = 0
         self._runs: dict[Run, int] = {}
-        self._open: dict[Run, _OpenSpan] = {}
+        self._open: dict[tuple[Run, int], _OpenSpan] = {}
 
     def index(self, run: Run) -> int:
         """A run's index in the plan."""
@@ -153,32 +153,34 @@ class _Layout:
             )
         return self._runs[run]
 
-    def see_whole(self, run: Run, row: int, rows: int) -> None:
-        """Let rows of one more sequence, or of several that see the same, see a run whole."""
-        span = self._open.get(run)
+    def see_whole(self, run: Run, row: int, rows: int, shift: int = 0) -> None:
+        """Let rows of one more sequence, or of several that see the same, see a run whole, `shift`
+        positions further than it was stored."""
+        span = self._open.get((run, shift))
         if self.share and span is not None and span.row + span.rows == row:
             span.rows += rows
             span.readers += 1
             return
         if span is not None:
-            self._close(run, span)
-        self._open[run] = _OpenSpan(row, rows, 1)
+            self._close(run, shift, span)
+        self._open[run, shift] = _OpenSpan(row, rows, 1)
 
     def see_import(self, one: ImportedRun, row: int, rows: int) -> None:
         """Let rows see what is imported of a module's run."""
         if one.whole:
-            self.see_whole(one.run, row, rows)
+            self.see_whole(one.run, row, rows, one.shift)
         else:
-            self.builder.add_span(row, rows, self.index(one.run), one.in_use)
+            self.builder.add_span(row, rows, self.index(one.run), one.in_use, shift=one.shift)
 
-    def _close(self, run: Run, span: _OpenSpan) -> None:
-        self.builder.add_span(span.row, span.rows, self.index(run), len(run.tokens))
+    def _close(self, run: Run, shift: int, span: _OpenSpan) -> None:
+        end = len(run.tokens)
+        self.builder.add_span(span.row, span.rows, self.index(run), end, shift=shift)
         self.shared_read_tokens += (span.readers - 1) * len(run.tokens)
 
     def plan(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan; `row_position` int64 `[num_rows]`: positions of all its rows."""
-        for run, span in self._open.items():
-            self._close(run, span)
+        for (run, shift), span in self._open.items():
+            self._close(run, shift, span)
         return self.builder.build(row_position)
 
 
@@ -268,12 +270,13 @@ class _ChunkLayout(_Layout):
 
     def add_module(self, chunk: Chunk) -> None:
         """Add rows of a module: they see what it attends to whole, and itself causally."""
-        (*attended, module), a, b = chunk.module_path, chunk.start, chunk.end
+        module, a, b = chunk.module, chunk.start, chunk.end
+        assert module is not None
         self.ids.append(np.array(module.tokens[a:b], np.int64))
         self.positions.append(module.position + np.arange(a, b))
         self._add_run(module, a, b)
-        for run in attended:
-            self.see_whole(run, self.num_rows, b - a)
+        for run, shift in chunk.attends:
+            self.see_whole(run, self.num_rows, b - a, shift)
         self.num_rows += b - a
 
     def _add_run(self, run: Run, a: int, b: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from onestem.ops import (
     Angles,
     AttentionImpl,
     Heads,
+    LayerOps,
     PartRows,
     PreparedAttention,
     allocate_pages,
@@ -54,6 +55,36 @@ class Logits:
 
     samples: Iterable[Tensor]
     scored: Iterable[Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class MovedRows:
+    """Rows as they see modules that are stored elsewhere (`AttentionPlan.moved`).
+
+    Attributes:
+        sources: int64 `[num_moved]`, the row of each.
+        angles: of each layer, of their positions.
+        slots: int64 `[num_moved]`, of what they do not write.
+    """
+
+    sources: Tensor
+    angles: list[Angles]
+    slots: Tensor
+
+    def queries(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        ops: LayerOps,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """Their queries in a layer, `[num_moved, num_q_heads, head_dim]`, from those of their rows
+        before rotation: RoPE sees distances alone, and each is rounded once."""
+        rows = qkv[:, : heads.num_q_heads * heads.head_dim].index_select(0, self.sources)
+        alone = replace(heads, num_kv_heads=0)
+        return ops.rope_write(rows, alone, self.angles[layer], self.slots, k_pages, v_pages)
 
 
 class StepRunner(Protocol):
@@ -279,7 +310,7 @@ class Runner:
         hidden = self.decoder.forward(
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
-            self._attend(prepared, self.on_device(slots), rows),
+            self._attend(prepared, self.on_device(slots), rows, self._moved(inputs)),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
             states,
         )
@@ -319,7 +350,21 @@ class Runner:
         picked = hidden[self.on_device(_padded(rows, spare, 0))]
         return self.decoder.logits(picked)[: len(rows)]
 
-    def _attend(self, prepared: Prepared, slots: Tensor, rows: int) -> Attend:
+    def _moved(self, inputs: StepInputs) -> MovedRows | None:
+        """The moved rows of a step; None: there are none."""
+        plan = next(iter(inputs.plans.values()))
+        if not len(plan.moved):
+            return None
+        positions = self.on_device(plan.moved_position.astype(np.int64))
+        return MovedRows(
+            self.on_device(plan.moved[:, 0].astype(np.int64)),
+            self.decoder.rope.angles(positions),
+            torch.full_like(positions, self.scratch_slot),
+        )
+
+    def _attend(
+        self, prepared: Prepared, slots: Tensor, rows: int, moved: MovedRows | None
+    ) -> Attend:
         """Attention of the first `rows`; the others see nothing, and are not read."""
         ops, scores = self.decoder.ops, self.decoder.scores
 
@@ -328,8 +373,11 @@ class Runner:
             q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
             if not prepared:
                 return q
-            plan = prepared[self.windows[layer]]
-            state = plan.attend(q[:rows], k_pages, v_pages, scores)
+            plan, queries = prepared[self.windows[layer]], q[:rows]
+            if moved is not None:
+                more = moved.queries(layer, qkv, heads, ops, k_pages, v_pages)
+                queries = torch.cat((queries, more))
+            state = plan.attend(queries, k_pages, v_pages, scores)
             out = state.out.to(q.dtype)
             if heads.sinks is not None:
                 ops.share_sinks(out, state.lse.float(), heads.sinks)

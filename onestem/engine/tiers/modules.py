@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from onestem.engine.tiers.stores import TierStores
 __all__ = ["ModuleTiers", "module_name"]
 
 
-def module_name(identity: str, salt: str, key: object) -> str:
-    """What a module of a model is called in every store."""
-    return hashlib.blake2b(ascii((identity, salt, key)).encode(), digest_size=16).hexdigest()
+def module_name(identity: str, salt: str, key: object, position: int) -> str:
+    """What a module of a model, stored at a position, is called in every store."""
+    name = ascii((identity, salt, key, position))
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 class ModuleTiers:
@@ -29,46 +30,60 @@ class ModuleTiers:
     def __init__(self, stores: TierStores, identity: str) -> None:
         self._stores = stores
         self._identity = identity
+        self._places: dict[Hashable, int] = {}  # by name: the position that was kept last
 
     def has(self, run: ModuleRun) -> bool:
         """Whether a module is kept, and copying it beats computing it."""
-        stores, name = self._stores, self._name(run)
-        if not run.kept:
-            return False
-        return stores.on_host(name) or (
-            stores.on_disk(name) and stores.disk_pays(name, len(run.tokens))
-        )
+        return run.kept and self._place_of(run) is not None
 
-    def prefetch(self, modules: Iterable[tuple[str, object, int]]) -> None:
-        """Begin to read modules (salt, key, tokens) from the disk that will be wanted."""
-        self._stores.read(
-            [(module_name(self._identity, salt, key), count) for salt, key, count in modules]
-        )
+    def _place_of(self, run: ModuleRun) -> int | None:
+        """A position at which a module that is to be stored is kept; None: it had better be
+        computed."""
+        stores, count = self._stores, len(run.tokens)
+        for position in (run.position, self._places.get(run.name, run.position)):
+            name = self._name(run.name, position)
+            if stores.on_host(name) or (stores.on_disk(name) and stores.disk_pays(name, count)):
+                return position
+        return None
+
+    def prefetch(self, modules: Iterable[tuple[Hashable, int, int]]) -> None:
+        """Begin to read modules (name, position, tokens) from the disk that will be wanted."""
+        self._stores.read([
+            (self._name(name, self._places.get(name, position)), count)
+            for name, position, count in modules
+        ])  # fmt: skip
 
     def load(self, run: ModuleRun) -> bool:
         """Copy a module to its run's pages before the next step; False if no tier has it whole."""
-        count = len(run.tokens)
-        name = self._name(run)
+        count, position = len(run.tokens), self._place_of(run)
+        if position is None:
+            return False
+        name = self._name(run.name, position)
         kv = self._stores.take(name, count)
         if kv is None:
             return False
         self._stores.note_use(name, count)
         if self._stores.host is not None:
             self._stores.host.touch(name)  # as if it left KV memory now: nobody tells when it does
+        run.store_at(position)
         self._stores.copies.into([Part(kv, 0, run.slots(0, count))]).join()
         return True
 
     def save_complete(self, modules: Iterable[ModuleRun | None]) -> None:
         """Keep those modules of a step's chunks that are complete with it."""
+        complete = [run for run in modules if run and run.kept and run.complete and run.pages]
+        self._places.update((run.name, run.position) for run in complete)
         self._stores.save(
-            (self._name(run), np.array(run.tokens, np.int32), run.slots(0, len(run.tokens)), 0)
-            for run in modules
-            if run is not None and run.kept and run.complete and run.pages
+            (
+                self._name(run.name, run.position),
+                np.array(run.tokens, np.int32),
+                run.slots(0, len(run.tokens)),
+                0,
+            )
+            for run in complete
         )
 
-    def _name(self, run: ModuleRun) -> str:
-        """Of its salt and key; the rest of a run's name is of one process."""
-        if isinstance(run.name, tuple):
-            salt, key, *_ = run.name
-            return module_name(self._identity, salt, key)
-        return module_name(self._identity, "", run.name)
+    def _name(self, name: Hashable, position: int) -> str:
+        """Of a run's name the salt and the key count; the rest is of one process."""
+        salt, key = name[:2] if isinstance(name, tuple) else ("", name)
+        return module_name(self._identity, salt, key, position)

@@ -96,8 +96,9 @@ class PreparedCpu:
             share,
             [] if cost is None else [float(value) for value in astuple(cost)],
             deterministic,
+            plan.moved[:, 0].tolist(),
         )
-        self._num_rows = plan.num_rows
+        self._num_rows, self._num_queries = plan.num_rows, plan.num_queries
         self._page_size = plan.page_size
         self._last_page = self._native.last_page()
 
@@ -106,9 +107,9 @@ class PreparedCpu:
         self._check(q, k_pages, v_pages)
         scores.check(q)
         strides = page_strides(k_pages, v_pages)
-        num_rows, num_heads, head_dim = q.shape
-        out = q.new_empty(num_rows, num_heads, head_dim)
-        lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
+        _, num_heads, head_dim = q.shape
+        out = q.new_empty(self._num_rows, num_heads, head_dim)
+        lse = q.new_empty(self._num_rows, num_heads, dtype=torch.float32)
         q = q.contiguous()
         slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
         self._native.attend(
@@ -149,7 +150,7 @@ class PreparedCpu:
                 f"attention implementation 'cpu' got {q.dtype}, {k_pages.dtype} and "
                 f"{v_pages.dtype}, expected one of float32, bfloat16 and float16 for all"
             )
-        num_rows, num_heads, head_dim = q.shape
+        num_queries, num_heads, head_dim = q.shape
         if not takes_size(head_dim):
             raise UnsupportedError(
                 f"head_dim is {head_dim}, attention implementation 'cpu' takes multiples of 8 up "
@@ -166,10 +167,10 @@ class PreparedCpu:
                 f"q {tuple(q.shape)} does not fit pages {tuple(k_pages.shape)} and "
                 f"{tuple(v_pages.shape)} of {self._page_size} slots"
             )
-        if num_rows != self._num_rows or self._last_page >= pages:
+        if num_queries != self._num_queries or self._last_page >= pages:
             raise ConfigError(
-                f"the plan has {self._num_rows} rows and pages up to {self._last_page}, got "
-                f"{num_rows} rows and {pages} pages"
+                f"the plan has {self._num_queries} rows and pages up to {self._last_page}, got "
+                f"{num_queries} rows and {pages} pages"
             )
 
 

@@ -62,8 +62,8 @@ class PreparedTriton:
         if key not in self._ready:
             choice = self.impl.choices[(*key, self.plan.window)]
             self._ready[key] = self._make(q, k_pages.shape[2], choice)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = torch.empty(self.plan.num_rows, *q.shape[1:], dtype=q.dtype, device=q.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         self._ready[key](q.contiguous(), k_pages, v_pages, out, lse, scores)
         return State(out, lse)
 

@@ -32,6 +32,7 @@ from onestem.ops.work.lists import (
     Walks,
     WorkList,
     listed,
+    parts_of,
 )
 from onestem.ops.work.units import pairs_of
 
@@ -74,8 +75,11 @@ def grid_work(
         share, num_rows, max_states: see `make_work`. Without room nothing is shared or cut.
 
     Raises:
-        ConfigError: a row sees positions with a gap between them, or begins inside a tile.
+        ConfigError: a row sees positions with a gap between them, begins inside a tile, or sees
+            something moved.
     """
+    if len(plan.moved):
+        raise ConfigError("a row sees tokens at other positions than they were stored at")
     pairs = pairs_of(plan)
     seen = _Seen.of(plan, pairs, block_n)
     hands = programs / num_kv_heads
@@ -287,6 +291,7 @@ def _draft(
     walks = _walks(plan, seen, atom[block], from_, to, shared[block], skip[block], newest[block])
     walked = -(-to // block_n) - from_ // block_n
     rows = units.rows[ragged(row_start[block], num_rows[block])]
+    parts, alone = parts_of(plan, rows)
     draft = Draft(
         kind=np.zeros(len(block), np.int64),
         count=num_rows[block],
@@ -295,7 +300,8 @@ def _draft(
         queues=np.zeros((0, 4), np.int32),
         split=(0, 0),
         rows=rows,
-        parts=np.bincount(rows, minlength=plan.num_rows),
+        parts=parts,
+        alone=alone,
         walked=int((to - from_).sum()),
         num_wide=0,
         wide_tokens=0,

@@ -66,8 +66,9 @@ class WorkList:
             less what its window hides; all rows see all of clear_lo .. clear_hi - 1. The position
             id of x is x + position.
         pages: the plan's `run_pages`, then those of short runs that an entry walks as one.
-        rows: `[num_parts]`: rows of all items.
-        dest: `[num_parts]`: the state that the row's part becomes; -1: it is the row's only part.
+        rows: `[num_parts]`: queries of all items.
+        dest: `[num_parts]`: the state that the part of a row becomes; -1: it is the only part of a
+            row that has no moved ones.
         merges: `[num_merges, 4]`: row, its first state, number of states (0: empty row), 0.
         num_states: number of partial states.
         choice: whether items of the widest tiles pay, if it was asked.
@@ -161,7 +162,7 @@ class WorkList:
         copied = place[self.queues[used, QUEUE_START]]
         words = np.append(words, starts[0] + QUEUED * used + FIRST_ENTRY)
         last = words[np.append(last, last[copied])]
-        position = starts[7] + np.arange(self.plan.num_rows)
+        position = starts[7] + np.arange(self.plan.num_queries)
         # With a window, what all rows see begins one token later.
         hidden = words + CLEAR_LO if self.plan.window is not None else words[:0]
         return np.concatenate((last + CLEAR_HI, last + HI, last + END, position, hidden))
@@ -233,8 +234,11 @@ def make_work(
         share: False: each atom reads a shared run by itself.
         num_rows: rows of the output, empty from the plan's on; default: the plan's.
         max_states: states that the workspace holds. To fit, groups that save least lose their
-            items, then nothing is cut: it always fits.
+            items, then nothing is cut.
         choice: of an earlier step, to keep if this step is similar.
+
+    Raises:
+        ListTooLong: moved rows alone take more states.
     """
     if cost.tile_rows(group)[0] < 1:
         raise ConfigError(
@@ -243,6 +247,11 @@ def make_work(
         )
     drafts = _Drafts(plan, pairs_of(plan), cost, num_kv_heads, group, max_states)
     draft, made = drafts.best(choice) if share else (drafts.alone(), None)
+    if max_states is not None and draft.num_states > max_states:
+        raise ListTooLong(
+            f"the plan's {len(plan.moved)} moved rows take {draft.num_states} states, the buffer "
+            f"holds {max_states}: raise max_states"
+        )
     return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, made)
 
 
@@ -259,7 +268,7 @@ class _Drafts:
 
     def grouped(self, cost: CostModel, share: bool = True) -> Groups:
         """Groups that share by a cost model, in the room that their states have."""
-        room = None if self.max_states is None else self.max_states - self.plan.num_rows
+        room = None if self.max_states is None else self.max_states - self.plan.num_queries
         rows = int(cost.tile_rows(self.group)[-1])
         return shared_groups(self.plan, self.pairs, cost, rows, room if share else -1)
 
@@ -269,7 +278,7 @@ class _Drafts:
 
     def drafted(self, groups: Groups, cost: CostModel, cached: float = 1.0) -> Draft:
         """The items of a list whose tokens take `cached` of the memory's time."""
-        units = units_of(self.pairs, groups, self.plan.num_rows)
+        units = units_of(self.pairs, groups, self.plan.num_queries)
         blocks = blocks_of(self.plan, self.pairs, units, cost.tile_rows(self.group))
         if (blocks.kind[blocks.block] < len(cost.tiles) - 1).all():
             cost = cost.reading()
@@ -352,7 +361,8 @@ class Draft:
         kind, count: of each item, its tile and its number of rows.
         walks: the items' entries.
         order, queues: as `Deal.in_order` has them; `split` as in `WorkList`.
-        rows: the rows of all items, as in `WorkList`; parts: `[num_rows]`, the items of each row.
+        rows: the queries of all items, as in `WorkList`; parts: `[num_rows]`, the items of each
+            row; alone: `[num_rows]`, whether its only part is its result.
         walked: tokens that items walk.
         num_wide: as in `WorkList`; wide_tokens: tokens that those items walk.
         last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
@@ -366,6 +376,7 @@ class Draft:
     split: tuple[int, int]
     rows: np.ndarray
     parts: np.ndarray
+    alone: np.ndarray
     walked: int
     num_wide: int
     wide_tokens: int
@@ -373,8 +384,8 @@ class Draft:
 
     @property
     def num_states(self) -> int:
-        """Partial states: parts of rows that have several."""
-        return int(self.parts[self.parts > 1].sum())
+        """Partial states: parts that are no row's result."""
+        return int(self.parts[~self.alone].sum())
 
     @property
     def most_parts(self) -> int:
@@ -394,6 +405,7 @@ def draft_of(
     walks = _walks(plan, blocks, segments, tile_columns(cost, kind)[0])
     order, queues = deal.in_order(_item_ns(deal.cost, kind, walks), kind)
     rows = blocks.rows[ragged(blocks.row_start[block], count)]
+    parts, alone = parts_of(plan, rows)
     return Draft(
         kind=kind,
         count=count,
@@ -402,12 +414,22 @@ def draft_of(
         queues=queues,
         split=deal.split,
         rows=rows,
-        parts=np.bincount(rows, minlength=plan.num_rows),
+        parts=parts,
+        alone=alone,
         walked=int(length.sum()),
         num_wide=int(np.count_nonzero(kind == widest)),
         wide_tokens=int(length[blocks.kind[blocks.block] == widest].sum()),
         last_ns=_last_ns(queues, order, kind, walks, cost),
     )
+
+
+def parts_of(plan: AttentionPlan, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`Draft.parts` and `Draft.alone`."""
+    into = plan.rows_of(rows)
+    parts = np.bincount(into, minlength=plan.num_rows)
+    alone = parts == 1
+    alone[into[rows >= plan.num_rows]] = False
+    return parts, alone
 
 
 def listed(
@@ -433,7 +455,7 @@ def listed(
     place_of_item = np.empty(len(head), np.int64)
     place_of_item[order] = np.arange(len(head))
     place = np.where(more, np.cumsum(more) - 1, place_of_item[walks.item])
-    dest, merges = _merges(draft.rows, draft.parts, num_rows)
+    dest, merges = _merges(plan.rows_of(draft.rows), draft, num_rows)
     if len(head):
         partial = np.add.reduceat(dest >= 0, before(count), dtype=np.int64)
         records[:, SHARED] = np.where(partial == count, 1, np.where(partial > 0, 2, 0))
@@ -565,17 +587,17 @@ def _last_ns(
     return float((ends[stop] - ends[start] + late).max(initial=0.0))
 
 
-def _merges(
-    item_rows: np.ndarray, parts: np.ndarray, num_rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """`dest` and `merges`; a row's states are adjacent. parts: the items of each row."""
-    parts = np.append(parts, np.zeros(max(0, num_rows - len(parts)), np.int64))
-    start = before(np.where(parts > 1, parts, 0))
-    order = argsort(item_rows)
-    nth = np.empty(len(item_rows), np.int64)
-    nth[order] = np.arange(len(item_rows)) - np.repeat(before(parts), parts)
-    dest = np.where(parts[item_rows] > 1, start[item_rows] + nth, -1)
-    merged = np.flatnonzero(parts != 1)
+def _merges(rows: np.ndarray, draft: Draft, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """`dest` and `merges`; a row's states are adjacent. rows: of each part."""
+    spare = max(0, num_rows - len(draft.parts))
+    parts = np.append(draft.parts, np.zeros(spare, np.int64))
+    alone = np.append(draft.alone, np.zeros(spare, bool))
+    start = before(np.where(alone, 0, parts))
+    order = argsort(rows)
+    nth = np.empty(len(rows), np.int64)
+    nth[order] = np.arange(len(rows)) - np.repeat(before(parts), parts)
+    dest = np.where(alone[rows], -1, start[rows] + nth)
+    merged = np.flatnonzero(~alone)
     merges = np.zeros((len(merged), 4), np.int32)
     merges[:, MERGED_ROW], merges[:, FIRST_STATE] = merged, start[merged]
     merges[:, NUM_PARTS] = parts[merged]

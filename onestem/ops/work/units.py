@@ -51,7 +51,7 @@ def pairs_of(plan: AttentionPlan) -> Pairs:
     """The atoms of a plan: rows between two places where some span begins or ends."""
     spans = np.ascontiguousarray(plan.spans.T).astype(np.int64)
     row, rows = spans[0], spans[1]
-    flags = np.zeros(plan.num_rows + 1, bool)
+    flags = np.zeros(plan.num_queries + 1, bool)
     flags[row] = flags[row + rows] = True
     flags[0] = flags[-1] = True
     atom_of = np.cumsum(flags) - 1
@@ -61,14 +61,14 @@ def pairs_of(plan: AttentionPlan) -> Pairs:
     return Pairs(spans, np.flatnonzero(flags), span, ragged(atom, count))
 
 
-def units_of(pairs: Pairs, groups: Groups, num_rows: int) -> Units:
+def units_of(pairs: Pairs, groups: Groups, num_queries: int) -> Units:
     """The units of a plan: groups with items of their own, then atoms."""
     bounds, atom_rows = pairs.bounds, np.diff(pairs.bounds)
     picked = np.flatnonzero((groups.walker >= 0) & (groups.walker == groups.group))
     picked = picked[np.lexsort((pairs.atom[picked], groups.group[picked]))]
     own, unit = np.unique(groups.group[picked], return_inverse=True)
     atom = pairs.atom[picked]
-    rows = np.concatenate((ragged(bounds[atom], atom_rows[atom]), np.arange(num_rows)))
+    rows = np.concatenate((ragged(bounds[atom], atom_rows[atom]), np.arange(num_queries)))
     group_rows = np.bincount(unit, atom_rows[atom], len(own)).astype(np.int64)
     unit_rows = np.concatenate((group_rows, atom_rows))
     size = len(groups.leader)
