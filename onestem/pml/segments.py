@@ -165,6 +165,7 @@ class Encoding:
 
     def _add(self, item: Span | Slot) -> None:
         attends = tuple(sorted(other.index for other in self._attended(item)))
+        seen = [self.segments[index] for index in attends]
         ids = item.token_ids if isinstance(item, Span) else self._placeholders(item)
         self.segments[item.index] = Segment(
             kind="cached" if isinstance(item, Span) else "placeholder",
@@ -172,7 +173,9 @@ class Encoding:
             position=item.position,
             origin=str(item.block),
             attends=attends,
-            key=self._key(ids, item.position, attends),
+            key=segment_key(
+                self.isolation, ids, [(item.position - one.position, one.key) for one in seen]
+            ),
         )
 
     def _attended(self, item: Span | Slot) -> list[Span | Slot]:
@@ -203,14 +206,16 @@ class Encoding:
             )
         return np.full(slot.parameter.length, token, dtype=np.int32)
 
-    def _key(self, ids: np.ndarray, position: int, attends: Sequence[int]) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"pml 2 {self.isolation} {len(ids)} ".encode())
-        digest.update(ids.astype("<i4").tobytes())
-        for index in attends:
-            digest.update(f"{position - self.segments[index].position} ".encode())
-            digest.update(bytes.fromhex(self.segments[index].key))
-        return digest.hexdigest()
+
+def segment_key(isolation: str, ids: np.ndarray, attended: Iterable[tuple[int, str]]) -> str:
+    """`Segment.key` of ids int32 `[n]`; `attended`: the distance of what the segment attends to,
+    from there to here, and its key."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"pml 2 {isolation} {len(ids)} ".encode())
+    digest.update(ids.astype("<i4").tobytes())
+    for distance, key in attended:
+        digest.update(f"{distance} {key} ".encode())
+    return digest.hexdigest()
 
 
 def parse_isolation(name: str) -> Isolation:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
+import numpy as np
 import pytest
 import torch
 
-from onestem.engine.modules.prompt import ImportedRun, SequenceModules
+from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
 from onestem.engine.step.runner import MovedRows
 from onestem.models.weights import load_decoder
 from onestem.pml import Encoding, Import, Module, Parameter, Prompt, Schema, compile_prompt
-from onestem.pml.segments import CompiledPrompt
+from onestem.pml.segments import CompiledPrompt, Segment, segment_key
 from tests.engine.harness import answer, make_engine
 from tests.engine.pml_harness import (
     assert_seen,
@@ -32,9 +35,10 @@ def library(name: str, *parts: object) -> Schema:
     return Schema(name, [MODULES[part] if isinstance(part, int) else part for part in parts])
 
 
-# The same modules in three orders, with text and without; "twice" has one at two places.
+# The same modules in four orders, with text and without; "twice" has one at two places.
 SCHEMAS = [
     library("first", 0, 1, 2),
+    library("swapped", 1, 0, 2),
     library("last", "Words before. ", 2, " between ", 1, 0),
     library("middle", 1, "other text, so that all moves ", 0, 2),
     Schema("twice", [MODULES[1], MODULES[2], Module("again", MODULES[2].body)]),
@@ -46,15 +50,30 @@ def prompts(isolation: str = "isolated") -> list[CompiledPrompt]:
     """Each schema's, the first one twice."""
     made = []
     for schema, names in zip(
-        [SCHEMAS[0], *SCHEMAS], ["abc", "abc", "abc", "cab", "bc"], strict=True
+        [SCHEMAS[0], *SCHEMAS], ["abc", "abc", "abc", "abc", "cab", "bc"], strict=True
     ):
         layout = laid_out(schema)
         imports = [EVERYTHING[name] for name in names]
         imports += [Import("again")] if schema.name == "twice" else []
-        prompt = Prompt(schema.name, [*imports, f"Ask {len(made)}. "])
+        prompt = Prompt(schema.name, [*imports, "Ask. "])
         encoding = Encoding(layout, isolation)
         made.append(compile_prompt(layout, prompt, isolation, encoding=encoding))
     return made
+
+
+def documents() -> list[CompiledPrompt]:
+    """Prompts of texts in each order, between text of their own."""
+    before, *texts = [np.arange(70, 70 + n, dtype=np.int32) for n in (20, 9, 33, 17)]
+    keys = [segment_key("documents", ids, []) for ids in texts]
+    compiled, end = [], sum(map(len, (before, *texts)))
+    for order in permutations(range(3)):
+        segments, at = [], len(before)
+        for i in order:
+            segments.append(Segment("cached", texts[i], at, "document", key=keys[i]))
+            at += len(texts[i])
+        own = [Segment("text", before, 0, "prompt"), Segment("text", texts[0][:4], end, "prompt")]
+        compiled.append(CompiledPrompt("documents", "anchored", (*segments, *own), end + 4))
+    return compiled
 
 
 def check(path, *, alone: bool = True, n: int = 1, tokens: int = 5, compiled=None, **options):
@@ -108,6 +127,15 @@ def test_models_with_places_of_their_own_compute_each(tiny, family):
     """Learned positions, and queries that grow."""
     engine = check(tiny(family))
     assert max(stored(engine).values()) > 1
+
+
+def test_texts_without_a_schema(tiny):
+    """Text of the prompt before them is a prefix like any other."""
+    compiled = documents()
+    engine = check(tiny("llama"), compiled=compiled)
+    assert set(stored(engine).values()) == {1}
+    end = compiled[0].next_position - 4
+    assert engine.stats.processed_prompt_tokens == end + 4 * len(compiled)
 
 
 @pytest.mark.parametrize("isolation", ["anchored", "isolated"])
@@ -185,22 +213,21 @@ def module_elsewhere(monkeypatch):
     )
 
 
-def sequences_share(monkeypatch):
+def places_forgotten(monkeypatch):
     """What prompts compute is found without regard to where their modules are."""
-    import onestem.engine.modules.prompt as prompt
-
     monkeypatch.setattr(
-        prompt.PmlPrompt,
+        PmlPrompt,
         "_space",
-        lambda self: (self.salt, *sorted({self.encoded[i.segment].key for i in self.imports})),
+        lambda self, token: (self.salt, *sorted(self.encoded[i.segment].key for i in self.imports)),
     )
 
 
 MUTATIONS = [shift_ignored, other_sign, not_rotated, other_rows, module_elsewhere]
+MUTATIONS += [places_forgotten]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_check_sees(tiny, monkeypatch, mutate):
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        check(tiny("llama"), alone=False)
+        check(tiny("llama"), alone=False, compiled=[*prompts(), *documents()])

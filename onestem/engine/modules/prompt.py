@@ -86,16 +86,17 @@ class PmlPrompt:
 
     def _stretches(self, positions: np.ndarray, next_position: int) -> Iterator[Stretch]:
         shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
-        starts = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist()]
-        space = self._space()
-        return (Stretch(start, Label(space, int(shifts[start]))) for start in starts)
+        jumps = (np.flatnonzero(np.diff(shifts)) + 1).tolist()
+        starts = sorted({0, *jumps, *(one.first for one in self.imports)})
+        return (Stretch(at, Label(self._space(at), int(shifts[at]))) for at in starts)
 
-    def _space(self) -> Hashable:
-        """A name for what the tokens see that is not on their path."""
-        if not self.imports:
+    def _space(self, token: int) -> Hashable:
+        """A name for what a token sees that is not on its path."""
+        seen = [one for one in self.imports if one.first <= token]
+        if not seen:
             return self.salt
         digest = hashlib.blake2b(digest_size=16)
-        for one in self.imports:
+        for one in seen:
             segment = self.encoded[one.segment]
             digest.update(f"{segment.key} {segment.position} {one.in_use} ".encode())
         return self.salt, digest.hexdigest()
