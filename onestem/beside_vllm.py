@@ -196,7 +196,7 @@ FIELDS = {
     "priority": Name(None, "keys have weights (docs/operating.md), and batches wait for requests"),
     "request_id": Name(None, "send an x-request-id header, or read the answer's `id`"),
     "chat_template": Name(None, TEMPLATE),
-    "documents": Name(None, "give it as `chat_template_kwargs`"),
+    "documents": Name("documents", "also texts; other templates have them too"),
     "mm_processor_kwargs": Name(None, TEXT_ALONE),
     "kv_transfer_params": Name(None, "leave it out: prompts and answers share one engine"),
     "vllm_xargs": Name(None, "leave it out: there are no plug-ins of the sampler"),

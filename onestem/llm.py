@@ -48,8 +48,17 @@ from onestem.prompts import (
     params_for_each,
     several_sources,
 )
-from onestem.request import ONE_TOKEN, Answer, Request, RequestOutput, SamplingParams
+from onestem.request import (
+    ONE_TOKEN,
+    Answer,
+    Documents,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from onestem.scores import Score, ScoreTree
+
+Document = str | Mapping[str, Any]
 
 
 class ChatOptions(TypedDict, total=False):
@@ -60,6 +69,8 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any] | None
+    documents: Sequence[Document] | Sequence[Sequence[Document]] | None
+    repair: float | None
 
 
 class LLM(Beside):
@@ -220,6 +231,8 @@ class LLM(Beside):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Document] | Sequence[Sequence[Document]] | None = None,
+        repair: float | None = None,
         use_tqdm: bool = True,
     ) -> list[Answer]:
         """Answer one conversation or several, through the model's chat template. Messages are those
@@ -234,6 +247,11 @@ class LLM(Beside):
             tool_choice: `auto` (as None: calls fit their schemas), `required`, a function as
                 OpenAI names it, or `none`: the template has the tools, and answers are free.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+            documents: texts, or objects with a `text` and perhaps a `title`, that all conversations
+                are about; or a list of them for each. They are where the template has its
+                `documents`, else before the last message of the user.
+            repair: the share of the documents' tokens that is computed with all before them in
+                sight, from 0 to 1; None: 1.
             use_tqdm: show a bar at a terminal.
 
         Raises:
@@ -245,6 +263,8 @@ class LLM(Beside):
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
+            "documents": documents,
+            "repair": repair,
         }
         ids, each = self._chats(messages, sampling_params, options)
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)
@@ -277,7 +297,7 @@ class LLM(Beside):
         options: ChatOptions,
     ) -> tuple[list[PromptIds], list[SamplingParams]]:
         """Token ids of conversations, and the parameters of each."""
-        ids, tools = self._reader.chats(messages, {"tools": None, **options})
+        ids, tools = self._reader.chats(messages, {"documents": None, **options})
         if not ids:
             return [], []
         each = params_for_each(sampling_params, len(ids))
@@ -545,7 +565,7 @@ class LLM(Beside):
         """Validated requests, in the prompts' order, and the order in which they begin."""
         each, arrays = params_for_each(params, len(ids)), [one.array for one in ids]
         requests = [
-            self._request(one.listed, text, its, one.array)
+            self._request(one.listed, text, its, one.array, one.documents)
             for one, text, its in zip(ids, texts, each, strict=True)
         ]
         self._validate(requests)
@@ -606,6 +626,7 @@ class LLM(Beside):
         text: str | None,
         params: SamplingParams,
         array: NDArray[np.integer] | None = None,
+        documents: Documents | None = None,
     ) -> Request:
         self._count += 1
         return Request(
@@ -614,6 +635,7 @@ class LLM(Beside):
             prompt_array=array,
             prompt=text,
             params=params,
+            documents=documents,
         )
 
 

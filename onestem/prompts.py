@@ -25,7 +25,7 @@ from onestem.openai.read import calls_fields, read_chat, reasoning_fields
 from onestem.pml import CompiledPrompt, Library
 from onestem.pml import Prompt as PmlPrompt
 from onestem.rawtext import RawText
-from onestem.request import SamplingParams
+from onestem.request import Documents, SamplingParams
 from onestem.scores import (
     ScorePath,
     ScoreTree,
@@ -54,10 +54,12 @@ PmlSource = PmlPrompt | str | os.PathLike[str]
 
 
 class PromptIds(NamedTuple):
-    """Token ids of a prompt: as a sequence to hand on, and as an array to compute with."""
+    """Token ids of a prompt: as a sequence to hand on, and as an array to compute with; and those
+    that are documents', for a chat with `repair`."""
 
     listed: list[int]
     array: NDArray[np.int64]
+    documents: Documents | None = None
 
 
 class ScoreItems(NamedTuple):
@@ -178,23 +180,25 @@ class PromptReader:
         Args:
             options: the other arguments of `LLM.chat`.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        if not _is_list(messages):
             raise RequestError(f"messages is {show(messages)}, expected a list of messages")
         if len(messages) == 0:
             return [], None
         many = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.bounded_tokenizer("chat")
         ids, tools = [], None
-        for i, conversation in enumerate(many):
+        each = _documents_for_each(options["documents"], len(many))
+        for i, (conversation, documents) in enumerate(zip(many, each, strict=True)):
             with named_one("conversation", i, len(many)):
                 if not isinstance(conversation, Sequence):
                     raise RequestError(
                         f"messages is {show(conversation)}, expected a list of messages"
                     )
-                prompt, tools = read_chat({**options, "messages": conversation})
+                fields = {**options, "messages": conversation, "documents": documents}
+                prompt, tools = read_chat(fields)
                 assert prompt.messages is not None
-                listed = tokenizer.apply_chat_template(prompt.messages, **vars(prompt.template))
-                ids.append(_ids_of(listed))
+                chat = tokenizer.chat(prompt.messages, **vars(prompt.template))
+                ids.append(_ids_of(chat.ids)._replace(documents=chat.documents))
         return ids, tools
 
     def with_calls(
@@ -335,6 +339,25 @@ def params_for_each(
     return list(params)
 
 
+def _documents_for_each(documents: Any, count: int) -> list[Any]:
+    """The documents of each of `count` conversations, of a list for each or one for all."""
+    if documents is None:
+        return [None] * count
+    _check_list("documents", documents)
+    if not documents or not all(map(_is_list, documents)):
+        return [documents] * count
+    if len(documents) != count:
+        raise RequestError(
+            f"{len(documents)} lists of documents for {count} conversations: give one each, or one "
+            "for all"
+        )
+    return list(documents)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _check_parse_special(given: object) -> None:
     """Raise `RequestError` for what is neither true nor false."""
     if not isinstance(given, bool):
@@ -342,7 +365,7 @@ def _check_parse_special(given: object) -> None:
 
 
 def _check_list(name: str, value: object) -> None:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+    if not _is_list(value):
         raise RequestError(f"{name} is {show(value)}, expected a list")
 
 

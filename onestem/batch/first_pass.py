@@ -31,11 +31,12 @@ from onestem.errors import OnestemError, RequestError
 from onestem.openai.read import Prompt, unknown_model
 from onestem.planner import Prompts
 from onestem.pml import CompiledPrompt
-from onestem.request import Request, SamplingParams
+from onestem.request import Documents, Request, SamplingParams
 from onestem.scores import ScoreTask
 
 if TYPE_CHECKING:
     from onestem.engine.text.bounded import BoundedTokenizer
+    from onestem.engine.text.tokenizer import ChatIds
 
 CHUNK_LINES = 256
 CHUNK_BYTES = 4 << 20
@@ -83,6 +84,7 @@ class _Line:
     error: LineError | None = None
     ids: Sequence[int] = ()
     pml: CompiledPrompt | None = None
+    documents: Documents | None = None
     task: ScoreTask | None = None
 
     def refuse(self, error: RequestError) -> None:
@@ -169,8 +171,9 @@ class _FirstPass:
                 raise line
             request = parse_line(line, self._parse_special)
             self._check_model(request)
-            held, ids = self._held(request)
-            return _Line(number, request.custom_id, request=held, ids=ids)
+            held, chat = self._held(request)
+            ids, documents = chat or ((), None)
+            return _Line(number, request.custom_id, request=held, ids=ids, documents=documents)
         except LineError as error:
             return _Line(number, error.custom_id, error=error)
 
@@ -186,18 +189,18 @@ class _FirstPass:
                 message = "an earlier line has the same custom_id"
                 line.refuse(LineError("duplicate_custom_id", message, line.custom_id))
 
-    def _held(self, request: BatchRequest) -> tuple[BatchRequest, Sequence[int]]:
+    def _held(self, request: BatchRequest) -> tuple[BatchRequest, ChatIds | None]:
         """The request with tools in the model's form, and its ids where it had to be tokenised for
         that."""
         tokenizer = self._tokenizer
-        ids: Sequence[int] = ()
+        chat: ChatIds | None = None
         if not request.asked.has_messages or tokenizer is None:
-            return request, ids
+            return request, chat
 
         def opened() -> bool:
-            nonlocal ids
-            ids = self._ids(request.prompt)
-            return tokenizer.is_reasoning(ids)
+            nonlocal chat
+            chat = _chat(tokenizer, request.prompt)
+            return tokenizer.is_reasoning(chat.ids)
 
         try:
             held = guarded(request.asked.held)
@@ -205,7 +208,7 @@ class _FirstPass:
             asked = held(form, token_of, held_schema, opened=opened)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
-        return dataclasses.replace(request, asked=asked), ids
+        return dataclasses.replace(request, asked=asked), chat
 
     def _tokenize(self, lines: list[_Line]) -> None:
         """Tokenise texts of a chunk at once; if one is refused, each alone, to find out which."""
@@ -241,6 +244,8 @@ class _FirstPass:
         elif prompt.pml is not None:
             line.pml = self._compiled(prompt.pml, prompt.isolation)
             line.ids = line.pml.ordered_token_ids.tolist()
+        elif prompt.messages is not None:
+            line.ids, line.documents = _chat(self._tokenizer, prompt)
         else:
             line.ids = self._ids(prompt)
 
@@ -259,10 +264,6 @@ class _FirstPass:
             return prompt.token_ids
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER)
-        if prompt.messages is not None:
-            return self._tokenizer.apply_chat_template(
-                prompt.messages, **dataclasses.asdict(prompt.template)
-            )
         assert prompt.raw is not None
         return self._tokenizer.encode_batch([prompt.raw])[0]
 
@@ -276,11 +277,20 @@ class _FirstPass:
                     prompt_token_ids=line.ids,
                     params=request.asked.params,
                     pml=line.pml,
+                    documents=line.documents,
                     paths=line.task.paths if line.task is not None else (),
                 )
             )
         except RequestError as error:
             line.refuse(error)
+
+
+def _chat(tokenizer: BoundedTokenizer | None, prompt: Prompt) -> ChatIds:
+    """The ids of a conversation."""
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    assert prompt.messages is not None
+    return tokenizer.chat(prompt.messages, **dataclasses.asdict(prompt.template))
 
 
 class _Seen:
@@ -378,6 +388,8 @@ def _record(line: _Line) -> dict[str, Any]:
         record["is_free"] = False
     if prompt.pml is not None:
         record |= {"pml": prompt.pml, "isolation": prompt.isolation}
+    if line.documents is not None:
+        record["documents"] = dataclasses.asdict(line.documents)
     if line.task is not None:
         record |= {"completions": line.task.completions, "whole": line.task.whole}
     return record | {"sampling": dict(asked.sampling)}

@@ -30,7 +30,7 @@ from onestem.batch.workplace import Workplace
 from onestem.errors import JobError
 from onestem.openai.schema import Kind
 from onestem.pml import CompiledPrompt
-from onestem.request import Request, SamplingParams
+from onestem.request import Documents, Request, SamplingParams
 from onestem.scores import ScoreTask
 
 PIECE_BYTES = 1 << 20
@@ -62,6 +62,7 @@ class SpooledRequest:
     return_token_ids: bool = False
     pml: str | None = None
     isolation: str = "anchored"
+    documents: Mapping[str, Any] | None = None
     has_tools: bool = False
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     is_free: bool = True
@@ -177,7 +178,7 @@ class Spool:
         if spooled.pml is not None:
             assert self._compile_pml is not None  # else the line would have been refused
             compiled = self._compile_pml(spooled.pml, spooled.isolation)
-        ids = self.prompt(index)
+        ids, documents = self.prompt(index), spooled.documents
         prompt = ids.tolist()
         task = spooled.task(prompt)
         return Request(
@@ -186,6 +187,7 @@ class Spool:
             prompt_array=ids,
             params=self._params(spooled),
             pml=compiled,
+            documents=None if documents is None else Documents.from_json(documents),
             paths=task.paths if task is not None else (),
         )
 

@@ -120,6 +120,7 @@ class Requests:
             tokenizer=tokenizer,
             page_size=pool.page_size,
             deterministic=options.deterministic,
+            ranks=options.tensor_parallel_size,
         )
         # Of requests that were read and have not ended, by id.
         self._job_of: dict[str, str] = {}

@@ -12,6 +12,7 @@ import numpy as np
 
 from onestem.cache import ModuleRun, Run, StateSlot
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
+from onestem.pml import DocumentsPrompt
 from onestem.request import FinishReason, Request, RequestMetrics, Reuse, TokenLogprobs
 from onestem.scores import PathScores, ScoreTree
 from onestem.tree import PLAIN, Label, Stretch, cut
@@ -123,6 +124,29 @@ class Scoring:
 
 
 @dataclass(slots=True, eq=False)
+class Choosing:
+    """What a question attends to, until that says which tokens of its documents are repaired.
+
+    Attributes:
+        prompt: with the documents.
+        first: index of the question's first token among those that the sequence computes.
+        attended: float64 `[n]`, sums of weights for each of the prompt's tokens, of the question's
+            rows so far.
+    """
+
+    prompt: DocumentsPrompt
+    first: int
+    attended: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.attended = np.zeros(len(self.prompt.ids))
+
+
+@dataclass(slots=True, eq=False)
 class AnswerSoFar:
     """What is made of a sequence's sampled tokens as they come.
 
@@ -169,6 +193,7 @@ class Sequence:
         num_prompt: how many of them are the prompt.
         stretches: which runs its tokens may match, and their positions.
         scoring: given tokens whose log-probabilities are wanted.
+        choosing: its prompt is computed to see what is to be repaired, and not for an answer yet.
         answer: what its sampled tokens give.
         run: the deepest run of its path, which it writes; None while it is not admitted.
         modules: what it imports, while it is admitted.
@@ -185,6 +210,7 @@ class Sequence:
     num_prompt: int = field(init=False)
     stretches: tuple[Stretch, ...] = field(init=False)
     scoring: Scoring | None = None
+    choosing: Choosing | None = None
     answer: AnswerSoFar = field(init=False)
     run: Run | None = None
     modules: SequenceModules | None = None
@@ -252,8 +278,10 @@ class Sequence:
     @property
     def match_limit(self) -> int:
         """Maximum leading tokens whose KV may come from others: the last token's row is always
-        computed, and so are rows that score."""
+        computed, and so are rows that score or choose."""
         last, scoring = len(self.tokens) - 1, self.scoring
+        if self.choosing is not None:
+            return min(last, self.choosing.first)
         if scoring is None or scoring.is_complete:
             return last
         return min(last, int(scoring.rows[scoring.num_known]))
@@ -307,7 +335,8 @@ class Sequence:
     def num_forks(self) -> int:
         """Sequences that will fork from it at its prompt's end."""
         state = self.state
-        return 0 if state.forked or self.score_only else state.request.params.n - 1
+        waits = state.forked or self.score_only or self.choosing is not None
+        return 0 if waits else state.request.params.n - 1
 
     def extend(self, token_ids: Seq[int], entries: Iterable[TokenLogprobs] = ()) -> None:
         """Take sampled tokens, with their log-probabilities where they are wanted. All but the last
@@ -343,6 +372,12 @@ class Sequence:
         """Share no common prefix from here on: one run takes fewer pages than two."""
         if self.state.pml is None:
             self.stretches = (Stretch(0, self.last_label),)
+
+    def begin_again(self, prompt: PmlPrompt) -> None:
+        """Have another prompt, before there are sampled tokens; it is not admitted."""
+        self.tokens, self.stretches = prompt.tokens[:], prompt.stretches
+        self.num_prompt = len(self.tokens)
+        self.choosing = None
 
     def ids(self) -> np.ndarray:
         """int32 `[len(tokens)]`, a view: drop it before the sequence grows."""

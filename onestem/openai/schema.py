@@ -202,6 +202,30 @@ class ToolChoice(_Sent):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
+def _document(value: object) -> dict[str, Any]:
+    """A document as a chat template has it: its fields in their order, as some templates list
+    them."""
+    given = {"text": value} if isinstance(value, str) else value
+    text = given.get("text") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(text, str) or not text.strip():
+        raise RequestError("expected text that is not blank, or an object with such a text")
+    for name, one in given.items():
+        kinds = str if name == "title" else (str, int, float)
+        if one is not None and not isinstance(one, kinds):
+            raise RequestError(f"{name} is {show(one)}, expected text")
+    return without_nulls(given)
+
+
+_DOCUMENT = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "title": {"type": "string"}},
+    "required": ["text"],
+}
+_Document = Annotated[
+    Any, AfterValidator(_document), WithJsonSchema({"anyOf": [{"type": "string"}, _DOCUMENT]})
+]
+
+
 class Conversation(Object):
     """What a chat template is applied to, and how."""
 
@@ -211,6 +235,16 @@ class Conversation(Object):
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
+
+    documents: Annotated[list[_Document], Field(max_length=MAX_DOCUMENTS)] | None = Field(
+        default=None, json_schema_extra={EXPECTED: "a list of texts, or of objects with a text"}
+    )
+    """Texts that the conversation is about, perhaps with a `title`. They are where the chat
+    template has its `documents`, else before the last message of the user."""
+
+    repair: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The share of the documents' tokens that is computed with all before them in sight. Where it
+    is left out, 1: the prompt is computed as any other."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""

@@ -63,8 +63,8 @@ class LeadRunner:
             raise self._team.failed(error) from error
         if isinstance(logits.samples, tuple) and not len(inputs.score_rows):
             return logits  # all of them are made
-        blocks = self._blocks = [self.each(logits.samples), self.each(logits.scored)]
-        return Logits(*blocks)
+        samples, scored = self._blocks = [self.each(logits.samples), self.each(logits.scored)]
+        return Logits(samples, scored)
 
     def each(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Blocks of logits, as they are asked for; raises `RankError` where a rank has ended."""

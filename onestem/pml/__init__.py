@@ -7,6 +7,7 @@ segments. `docs/pml.md` describes the language.
 
 from onestem.pml.binding import bind, find_schema
 from onestem.pml.compile import compile_prompt
+from onestem.pml.documents import Documents, DocumentsPrompt, with_documents
 from onestem.pml.layout import Block, Layout, Slot, Span, lay_out
 from onestem.pml.library import Library
 from onestem.pml.markup import to_markup
@@ -38,6 +39,8 @@ __all__ = [
     "Argument",
     "Block",
     "CompiledPrompt",
+    "Documents",
+    "DocumentsPrompt",
     "Encoding",
     "Import",
     "Isolation",
@@ -68,4 +71,5 @@ __all__ = [
     "read_prompt",
     "read_schema",
     "to_markup",
+    "with_documents",
 ]

@@ -46,6 +46,7 @@ class Segment:
             else "".
         in_use: leading tokens that this prompt uses. Fewer than all only where a prompt ends
             without own tokens: its last token is then computed, so that it has logits.
+        hidden: ranges of them, ascending, that this prompt computes itself and does not see here.
     """
 
     kind: SegmentKind
@@ -55,6 +56,7 @@ class Segment:
     attends: tuple[int, ...] = ()
     key: str = ""
     in_use: int = -1
+    hidden: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.in_use < 0:
@@ -64,6 +66,15 @@ class Segment:
     def end(self) -> int:
         """The position of its last token in use + 1."""
         return self.position + self.in_use
+
+    @property
+    def seen(self) -> Iterator[tuple[int, int]]:
+        """Ranges of its tokens that the prompt sees."""
+        at = 0
+        for first, end in (*self.hidden, (self.in_use, self.in_use)):
+            if first > at:
+                yield at, first
+            at = end
 
     @property
     def is_encoded(self) -> bool:
@@ -117,7 +128,8 @@ class CompiledPrompt:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV may come from the store (placeholders are not seen and not counted)."""
-        return sum(segment.in_use for segment in self.segments if segment.kind == "cached")
+        cached = (one for one in self.segments if one.kind == "cached")
+        return sum(end - first for one in cached for first, end in one.seen)
 
     @property
     def num_computed_tokens(self) -> int:

@@ -6,7 +6,7 @@ writes before, between and after the turns, whatever its rules are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -74,12 +74,21 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, first: bool) ->
 def _encode(tokenizer: Tokenizer, part: Part, begin: list[int]) -> list[int]:
     """Ids of a part that follows other text, without BOS."""
     encode = tokenizer.encode_control if part.control else partial(_characters, tokenizer)
-    # Tokenizers like SentencePiece may add a space before a text that is alone; this text follows
-    # another. If a line break before it merges with it, it is encoded alone.
-    before, joined = list(encode("\n")), list(encode(f"\n{part.text}"))
-    is_apart = joined[: len(before)] == before
-    ids = joined[len(before) :] if is_apart else list(encode(part.text))
+    ids = after_break(encode, part.text)
     return ids[len(begin) :] if part.control and ids[: len(begin)] == begin else ids
+
+
+def after_break(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
+    """Ids of a text that follows another, whatever that is.
+
+    Tokenizers like SentencePiece may add a space before a text that is alone. So it is encoded
+    after a line break, or, where it merges with that, after a letter.
+    """
+    for mark in ("\n", "a"):
+        before, joined = list(encode(mark)), list(encode(mark + text))
+        if joined[: len(before)] == before:
+            return joined[len(before) :]
+    return list(encode(text))
 
 
 def _characters(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -148,6 +148,7 @@ class Replicas:
             num_pages=num_pages,
             page_size=size,
             deterministic=self.options.deterministic,
+            ranks=self.options.tensor_parallel_size,
         )
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:

@@ -4,6 +4,7 @@ A *request* is what the user sent; a *sequence* is one continuation of it (a req
 four). Field names are those that users of vLLM and of OpenAI's API know.
 """
 
+from onestem.pml import Documents
 from onestem.request.formats import (
     MAX_DEPTH,
     WHITESPACE,
@@ -47,6 +48,7 @@ __all__ = [
     "Answer",
     "Completion",
     "CompletionOutput",
+    "Documents",
     "FinishReason",
     "Logprob",
     "Logprobs",

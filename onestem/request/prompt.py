@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onestem.pml import CompiledPrompt
+from onestem.pml import CompiledPrompt, Documents, with_documents
 from onestem.request.params import SamplingParams
 from onestem.scores import ScorePath
 
@@ -28,6 +28,8 @@ class Request:
         prompt: the text, if there was one (only handed back).
         pml: the prompt as segments, if it imports modules; `prompt_token_ids` are its tokens in use
             in the order of their positions.
+        documents: those of it that are found where they were computed, at any place; they make its
+            `pml`.
         stream: also return unfinished outputs from each step that sampled for it.
         score_from: if set, log-probabilities of the prompt's tokens from this index on are
             computed (and what lies before may come from the cache up to `score_from - 1`).
@@ -57,6 +59,7 @@ class Request:
     prompt_array: NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
     prompt: str | None = None
     pml: CompiledPrompt | None = None
+    documents: Documents | None = None
     stream: bool = False
     score_from: int | None = None
     paths: tuple[ScorePath, ...] = ()
@@ -72,6 +75,11 @@ class Request:
     branches: tuple[int, ...] | None = None
     awaited_branches: int = 0
     group_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.documents is not None and self.pml is None:
+            ids = self.prompt_token_ids if self.prompt_array is None else self.prompt_array
+            object.__setattr__(self, "pml", with_documents(ids, self.documents))
 
     @property
     def module_salt(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from onestem.batch import JobSummary, Rules, run_job
+from onestem.engine.text.tokenizer import ChatIds
 from onestem.errors import RequestError
 from onestem.planner import plan_job
 from onestem.rawtext import RawText
@@ -50,11 +51,15 @@ class FakeTokenizer:
                 start = found.end()
         return ids
 
-    def apply_chat_template(
+    def apply_chat_template(self, *arguments: Any, **how: Any) -> list[int]:
+        return self.chat(*arguments, **how).ids
+
+    def chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **how: Any
-    ) -> list[int]:
+    ) -> ChatIds:
         text = "".join(f"[{m['role']}]{json.dumps(m['content'])}" for m in messages)
-        return self.encode_batch([RawText(text + "[assistant]" * add_generation_prompt)])[0]
+        ids = self.encode_batch([RawText(text + "[assistant]" * add_generation_prompt)])[0]
+        return ChatIds(ids, None)
 
     special_ids = frozenset({BOS})
     tool_form = None

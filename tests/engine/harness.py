@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import transformers
 
 from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
-from onestem.engine.step.runner import Logits
 from onestem.models.config import GenerationDefaults
 from onestem.models.decoder import Decoder
 from onestem.models.weights import load_decoder
@@ -103,7 +103,7 @@ def watch_logits(engine: Engine, note: Callable[[Sequence, int, torch.Tensor], N
         for span in scores:
             wanted = span.sequence.scoring.rows[span.first : span.end]
             rows += [(span.sequence, index) for index in np.unique(wanted).tolist()]
-        logits = Logits(list(logits.samples), list(logits.scored))
+        logits = replace(logits, samples=list(logits.samples), scored=list(logits.scored))
         blocks = [*logits.samples, *logits.scored]
         values = torch.log_softmax(torch.cat(blocks), -1).clone() if blocks else []
         for (sequence, index), one in zip(rows, values, strict=True):

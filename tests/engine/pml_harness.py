@@ -31,7 +31,7 @@ from onestem.pml import (
 from onestem.request import Request, SamplingParams
 from tests.engine.harness import TOLERANCE, answer, make_engine, oracle_model, watch_logits
 from tests.pml.characters import Characters
-from tests.pml.mask import segment_of, visible
+from tests.pml.mask import shown_to_all, visible
 
 Seen = dict[tuple[str, int, int], Tensor]
 
@@ -116,8 +116,7 @@ def whole(compiled: CompiledPrompt, new: Sequence[int]) -> tuple[Tensor, Tensor,
     mask = np.zeros((len(ids), len(ids)), bool)
     count = compiled.num_tokens
     mask[:count, :count] = visible(compiled)
-    kinds = np.array([segment.kind for segment in compiled.segments])[segment_of(compiled)]
-    mask[count:, :count] = kinds != "placeholder"
+    mask[count:, :count] = shown_to_all(compiled)
     mask[count:, count:] = np.tril(np.ones((len(new), len(new)), bool))
     positions = np.concatenate([compiled.positions, after])
     return torch.from_numpy(ids).long(), torch.from_numpy(positions).long(), mask
@@ -132,6 +131,18 @@ def dense_logprobs(decoder: Decoder, compiled: CompiledPrompt, new: Sequence[int
 
 
 @torch.inference_mode()
+def dense_weights(decoder: Decoder, compiled: CompiledPrompt) -> dict[int, Tensor]:
+    """By layer, float64 `[n, n]`: the weights that a prompt's tokens give to each other, summed
+    over heads."""
+    ids, positions, mask = whole(compiled, [])
+    kept: dict[int, Tensor] = {}
+    decoder.forward(
+        ids, positions, _masked(decoder.config, torch.from_numpy(mask), positions, kept)
+    )
+    return kept
+
+
+@torch.inference_mode()
 def transformers_logprobs(path: Path, compiled: CompiledPrompt, new: Sequence[int]) -> Tensor:
     """The same by transformers' own model, where it takes a mask and positions."""
     ids, positions, mask = whole(compiled, new)
@@ -142,8 +153,11 @@ def transformers_logprobs(path: Path, compiled: CompiledPrompt, new: Sequence[in
     return logits.float().log_softmax(-1)
 
 
-def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
-    """Attention over a dense mask, in float64."""
+def _masked(
+    config: ModelConfig, mask: Tensor, positions: Tensor, kept: dict[int, Tensor] | None = None
+):
+    """Attention over a dense mask, in float64; its weights, summed over heads, are `kept` by
+    layer."""
     held: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
     distance = positions[:, None] - positions[None, :]
     slopes = getattr(config.positions, "slopes", None) if hasattr(config, "positions") else None
@@ -169,6 +183,8 @@ def _masked(config: ModelConfig, mask: Tensor, positions: Tensor):
             sinks = heads.sinks.double()[:, None, None].expand(-1, len(mask), 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(-1)[..., : len(mask)]
+        if kept is not None:
+            kept[layer] = weights.sum(0)
         return torch.einsum("hrk,khd->rhd", weights, v).to(qkv.dtype)
 
     return attend

@@ -29,9 +29,19 @@ def visible(compiled: CompiledPrompt) -> np.ndarray:
     encoded_rows = attends[segment[:, None], segment[None, :]] | itself
 
     computed_rows = position[None, :] <= position[:, None]
+    computed_rows &= shown_to_all(compiled)
     if compiled.isolation == "isolated":
         computed_rows = np.where(encoded[None, :], kinds[None, :] == "cached", computed_rows)
     return np.where(encoded[:, None], encoded_rows, computed_rows)
+
+
+def shown_to_all(compiled: CompiledPrompt) -> np.ndarray:
+    """bool `[num_tokens]`: tokens that computed ones at higher positions see."""
+    shown = [np.full(one.in_use, one.kind != "placeholder") for one in compiled.segments]
+    for one, part in zip(compiled.segments, shown, strict=True):
+        for first, end in one.hidden:
+            part[first:end] = False
+    return np.concatenate(shown)
 
 
 def segment_of(compiled: CompiledPrompt) -> np.ndarray:

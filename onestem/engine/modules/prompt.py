@@ -21,19 +21,22 @@ from onestem.tree import Label, Stretch
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Tokens 0..in_use-1 of an encoded segment are seen by a sequence's tokens from `first` on."""
+    """Tokens begin..in_use-1 of an encoded segment are seen by a sequence's tokens from `first`
+    on."""
 
     segment: int
     first: int
+    begin: int
     in_use: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedRun:
-    """The same of the segment's run, which the sequence sees from `position` on."""
+    """The same of the segment's run, whose token 0 the sequence would see at `position`."""
 
     run: ModuleRun
     first: int
+    begin: int
     in_use: int
     position: int
 
@@ -45,7 +48,7 @@ class ImportedRun:
     @property
     def whole(self) -> bool:
         """Whether all of the run's tokens are seen."""
-        return self.in_use == len(self.run.tokens)
+        return self.in_use - self.begin == len(self.run.tokens)
 
 
 class PmlPrompt:
@@ -80,9 +83,9 @@ class PmlPrompt:
 
     def _imports(self, positions: np.ndarray, *, isolated: bool) -> Iterator[Import]:
         for index, segment in enumerate(self.encoded):
-            if segment.kind == "cached":
-                first = 0 if isolated else int(np.searchsorted(positions, segment.position))
-                yield Import(index, first, segment.in_use)
+            for begin, end in segment.seen if segment.kind == "cached" else ():
+                first = 0 if isolated else int(np.searchsorted(positions, segment.position + begin))
+                yield Import(index, first, begin, end)
 
     def _stretches(self, positions: np.ndarray, next_position: int) -> Iterator[Stretch]:
         shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
@@ -98,7 +101,8 @@ class PmlPrompt:
         digest = hashlib.blake2b(digest_size=16)
         for one in seen:
             segment = self.encoded[one.segment]
-            digest.update(f"{segment.key} {segment.position} {one.in_use} ".encode())
+            place = f"{segment.position} {one.begin} {one.in_use}"
+            digest.update(f"{segment.key} {place} ".encode())
         return self.salt, digest.hexdigest()
 
     def num_pages(self, page_size: int) -> int:
@@ -152,6 +156,7 @@ class SequenceModules:
             ImportedRun(
                 self._runs[one.segment],
                 one.first,
+                one.begin,
                 one.in_use,
                 prompt.encoded[one.segment].position,
             )
@@ -212,8 +217,9 @@ class SequenceModules:
 
     def release_placeholders(self) -> None:
         """Release placeholders once what attends to them is computed: nothing else sees them."""
-        if len(self._runs) > len(self.seen) and self.complete:
-            for index in self._runs.keys() - {one.segment for one in self.prompt.imports}:
+        placeholders = self._runs.keys() - {one.segment for one in self.prompt.imports}
+        if placeholders and self.complete:
+            for index in placeholders:
                 self._store.unpin(self._runs.pop(index))
 
     def fork(self, owner: object) -> SequenceModules:

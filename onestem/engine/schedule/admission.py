@@ -24,11 +24,13 @@ from onestem.engine.modules.prompt import PmlPrompt
 from onestem.engine.outputs import EngineStats, broken, refused_output
 from onestem.engine.schedule.answers import AnswerLimit
 from onestem.engine.schedule.queue import Gate
-from onestem.engine.sequence import RequestState, Scoring, Sequence
+from onestem.engine.sequence import Choosing, RequestState, Scoring, Sequence
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.models.config import ModelConfig
+from onestem.pml import CompiledPrompt, DocumentsPrompt
+from onestem.pml.documents import BLOCK
 from onestem.request import Request, RequestMetrics, RequestOutput
 from onestem.scores import ScorePath, completion_tree
 from onestem.seeds import derive_seed
@@ -90,6 +92,11 @@ def check_request(
             "prompt_logprobs and score_from are not available for prompts in PML: their modules "
             "are not computed for each prompt"
         )
+    if request.documents is not None and (request.paths or request.params.choices):
+        raise RequestError(
+            f"repair is {request.documents.repair:g}, and given tokens are scored after documents "
+            "that are computed whole: leave repair out, or choices"
+        )
     if request.score_from is not None and not isinstance(request.score_from, int):
         raise RequestError(f"score_from is {request.score_from!r}, expected a token's index")
     if not 0 <= request.common_prefix_tokens <= len(request.prompt_token_ids):
@@ -129,9 +136,11 @@ def check_pml(
     num_pages: int,
     page_size: int,
     deterministic: bool,
+    ranks: int,
 ) -> None:
     """Raise `RequestError` for a prompt in PML that, with the shortest answer, does not fit in the
-    model's positions or in KV memory; or where the engine is `deterministic`.
+    model's positions or in KV memory; and for modules or documents to repair where the engine
+    cannot have them.
 
     Args:
         num_pages: pages that it could have.
@@ -145,6 +154,11 @@ def check_pml(
             "a prompt in PML cannot be deterministic yet: give its text, or leave the engine's "
             "option deterministic out"
         )
+    if ranks > 1 and isinstance(compiled, DocumentsPrompt) and compiled.documents.repair:
+        raise RequestError(
+            f"repair is {compiled.documents.repair:g}, and of {ranks} ranks none knows what all of "
+            "the model attends to: give 0 or 1"
+        )
     answer_tokens = longest_choice(request, tokenizer) or 1
     prompt = PmlPrompt(compiled, "", "")
     positions = config.max_position_embeddings
@@ -153,6 +167,8 @@ def check_pml(
             f"the answer would begin at position {compiled.next_position}, and the model has "
             f"{positions}: shorten the prompt, or import less"
         )
+    if isinstance(compiled, DocumentsPrompt):  # each block that is repaired may be a run
+        num_pages -= compiled.num_repaired // BLOCK * -(-BLOCK // page_size)
     room = prompt.most_tokens(max_positions=positions, num_pages=num_pages, page_size=page_size)
     if room < len(prompt.tokens) + answer_tokens:
         raise RequestError(
@@ -349,14 +365,7 @@ class SequenceFactory:
                 arrival_time=self.arrivals.pop(request.request_id, time.monotonic()),
             ),
         )
-        if request.pml is not None:
-            state.pml = PmlPrompt(
-                request.pml,
-                request.cache_salt,
-                request.module_salt,
-                moves=self.config.sees_distances,
-            )
-        state.most_tokens = self._most_tokens(state)
+        self.set_pml(state, request.pml)
         if request.params.choices:
             assert self.tokenizer is not None  # `Requests.validate` saw to it
             state.choices, paths = completion_tree(choice_ids(request, self.tokenizer))
@@ -382,6 +391,18 @@ class SequenceFactory:
         ) + sum(len(path.tokens) for path in request.paths)
         return state
 
+    def set_pml(self, state: RequestState, compiled: CompiledPrompt | None) -> None:
+        """Set what a request's sequences compute and import; None: the prompt as it is."""
+        request = state.request
+        if compiled is not None:
+            state.pml = PmlPrompt(
+                compiled,
+                request.cache_salt,
+                request.module_salt,
+                moves=self.config.sees_distances,
+            )
+        state.most_tokens = self._most_tokens(state)
+
     def refuse(self, request: Request, error: BaseException) -> None:
         """Note the output of a request that cannot be opened."""
         if not isinstance(error, OnestemError):
@@ -405,6 +426,10 @@ class SequenceFactory:
         sequence = Sequence(state, index, array("i", ids), self.weights_version)
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
+        documents = request.pml
+        if isinstance(documents, DocumentsPrompt) and documents.num_repaired and not state.forked:
+            question = len(documents.ids) - documents.question
+            sequence.choosing = Choosing(documents, len(sequence.tokens) - question)
         if params.stop or request.stream:
             sequence.answer.detokenizer = self.detokenizer(request)
         sequence.answer.grammar = self._grammar_of(state)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
-from onestem.engine.modules.prompt import SequenceModules
+from onestem.engine.modules.prompt import PmlPrompt, SequenceModules
 from onestem.engine.schedule.answers import AnswerMemory
 from onestem.engine.schedule.draft import StepDraft
 from onestem.engine.schedule.lane import Lane
@@ -233,6 +233,16 @@ class Room:
         self._answers.keep(sequence.state)
         self._waiting.put(sequence)
 
+    def begin_again(self, sequence: Sequence, prompt: PmlPrompt) -> None:
+        """Let a sequence compute another prompt; it keeps its turn."""
+        if sequence.run is not None:
+            self._release(sequence)
+            self._waiting.forget_short()
+        else:
+            self._waiting.remove(sequence)
+        sequence.begin_again(prompt)
+        self._waiting.put(sequence)
+
     def preempt_all(self) -> None:
         """Take the memory of all running sequences, and of planned groups. Nothing may be in
         flight, and no step being decided."""
@@ -273,6 +283,8 @@ class Room:
         self._cache.unpin(sequence.run)
         sequence.run = None
         sequence.forget_path()
+        if sequence.choosing is not None:
+            sequence.choosing.forget()
         if sequence.modules is not None:
             sequence.modules.release()
             sequence.modules = None

@@ -274,7 +274,7 @@ class Scheduler:
         for chunk in changes.chunks:
             sequence = chunk.sequence
             changes.jobs += (chunk.end - chunk.start) * sequence.is_job
-            if chunk.module is None and chunk.end == len(sequence.tokens):
+            if chunk.module is None and chunk.end == len(sequence.tokens) and not sequence.choosing:
                 if not sequence.score_only:
                     chunk.samples = self._end_prompt(sequence, chunk)
                 self._lane_of(sequence).prompts.remove(sequence)

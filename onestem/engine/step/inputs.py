@@ -15,6 +15,7 @@ import numpy as np
 from onestem.cache import Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
+from onestem.engine.step.choices import ChoiceRows
 from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, StateRows, windowed
 from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
@@ -55,6 +56,7 @@ class StepInputs:
         score_rows: int64 `[n]`, ascending: rows that score given tokens, and `scores`: which.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
+        choices: rows of questions that choose what is repaired.
         states: which rows continue which recurrent state, and `copies`: slots of states that are
             copied after them, (from, to). None: the model's layers keep none.
     """
@@ -70,6 +72,7 @@ class StepInputs:
     shared_read_tokens: int
     states: StateRows | None = None
     copies: Seq[tuple[int, int]] = ()
+    choices: Seq[ChoiceRows] = ()
 
     def advance(self, new_pages: NewPages) -> None:
         """Make the inputs of decodes those of the next step, in place: each row goes one token
@@ -170,7 +173,9 @@ class _Layout:
         if one.whole:
             self.see_whole(one.run, row, rows, one.shift)
         else:
-            self.builder.add_span(row, rows, self.index(one.run), one.in_use, shift=one.shift)
+            self.builder.add_span(
+                row, rows, self.index(one.run), one.in_use, first=one.begin, shift=one.shift
+            )
 
     def _close(self, run: Run, shift: int, span: _OpenSpan) -> None:
         end = len(run.tokens)
@@ -243,6 +248,7 @@ class _ChunkLayout(_Layout):
         self._states = decodes.states
         self._parts: list[tuple[int, int, int, int, int]] = []  # columns of `StateRows`
         self._copies: list[tuple[int, int]] = []
+        self._choices: list[ChoiceRows] = []
 
     def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
         """Add rows of a sequence, which see its imports from each one's first row on."""
@@ -258,6 +264,10 @@ class _ChunkLayout(_Layout):
                 break
             self._add_run(run, a, b)
         self._add_logits(chunk)
+        if sequence.choosing is not None and b > sequence.choosing.first:
+            first = max(a, sequence.choosing.first)
+            at = self.num_rows + first - a
+            self._choices.append(ChoiceRows(sequence, at, b - first, b, sequence.imports))
         if chunk.state is not None:
             state = chunk.state
             self._parts.append((self.num_rows, b - a, a, state.source, state.target))
@@ -322,6 +332,7 @@ class _ChunkLayout(_Layout):
             self.shared_read_tokens,
             None if self._states is None else _joined(self._states, self._parts),
             self._copies,
+            self._choices,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from onestem.engine.sampling.pending import Pending, PendingBlocks, PendingLogpr
 from onestem.engine.sampling.sampler import Sampler, Step
 from onestem.engine.sequence import ScoreSpan, StepChanges
 from onestem.engine.step.batch_rows import BatchRows
+from onestem.engine.step.choices import ChoiceRows
 from onestem.engine.step.runner import Logits, Runner, StepRunner
 from onestem.garbage import keep_freed_memory
 from onestem.models.decoder import Decoder
@@ -38,6 +40,7 @@ class InFlightStep:
         num_decodes: samples of rows that decode; the others are the first after prompts.
         sampled: the samples; None: there are none.
         scores: given tokens that are scored, and `scored` their log-probabilities.
+        choices: rows of questions, and `attended` what they attend to (`Logits.attended`).
         began: when it was launched, in seconds.
     """
 
@@ -51,6 +54,8 @@ class InFlightStep:
     sampled: PendingBlocks | None
     scores: list[ScoreSpan]
     scored: PendingLogprobs | None
+    choices: Seq[ChoiceRows]
+    attended: Tensor | None
     began: float
 
 
@@ -118,6 +123,8 @@ class Launcher:
             sampled=sampled,
             scores=batch_rows.inputs.scores,
             scored=scored,
+            choices=batch_rows.inputs.choices,
+            attended=logits.attended,
             began=self.began,
         )
         self.in_flight.append(launched)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,8 @@ from onestem.engine.outputs import EngineStats, broken
 from onestem.engine.sampling.pending import Sampled, TakenChosen
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.scheduler import Scheduler
-from onestem.engine.sequence import Chunk, RequestState, ScoreSpan, Sequence
+from onestem.engine.sequence import Choosing, Chunk, RequestState, ScoreSpan, Sequence
+from onestem.engine.step.choices import ChoiceRows, choice_bounds
 from onestem.engine.step.launch import InFlightStep
 from onestem.engine.step.sequence_table import SequenceTable
 from onestem.ops.sampling import STATUS_MASKED, STATUS_OK
@@ -54,8 +56,34 @@ class Results:
         """Take what a step has scored and sampled; wait for it, if it is not there yet."""
         if step.scored is not None:
             self._take_scores(step.scores, step.scored.take())
+        if step.attended is not None:
+            self._take_attended(step.choices, step.attended.cpu().numpy())
         if step.sampled is not None:
             self._take_samples(step, step.sampled.take())
+
+    def _take_attended(self, choices: Seq[ChoiceRows], attended: np.ndarray) -> None:
+        """Note what questions attend to; where one has ended, its prompt is repaired by that."""
+        for rows, part in zip(choices, np.split(attended, choice_bounds(choices)), strict=True):
+            sequence, choosing = rows.sequence, rows.sequence.choosing
+            if choosing is None or sequence.finish_reason is not None:
+                continue
+            rows.add(part, choosing.attended)
+            if rows.end == len(sequence.tokens):
+                self._repair(sequence.state, choosing)
+
+    def _repair(self, state: RequestState, choosing: Choosing) -> None:
+        """Let the sequences of a request go on with what is repaired of its documents."""
+        factory, room = self._scheduler.factory, self._scheduler.room
+        if not np.isfinite(choosing.attended).all():
+            for sequence in list(state.sequences):
+                sequence.stop_reason = NOT_FINITE
+                self.finish(sequence, "error")
+            return
+        factory.set_pml(state, choosing.prompt.repaired(choosing.attended))
+        assert state.pml is not None
+        for sequence in state.sequences:
+            if sequence.choosing is not None and sequence.finish_reason is None:
+                room.begin_again(sequence, state.pml)
 
     def _take_samples(self, step: InFlightStep, sampled: Sampled) -> None:
         """Take samples; those that are not looked at as they come, all at once."""

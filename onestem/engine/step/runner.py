@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.cache.storage import DiskStore
+from onestem.engine.step.choices import Watched
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.tiers.copies import KvCopies, copies_of
 from onestem.models.decoder import Attend, Decoder
@@ -51,10 +52,12 @@ class Logits:
         samples: blocks `[n_i, vocab_size]` of rows that are sampled from. A block is made when it
             is asked for, before the next step.
         scored: the same of rows that score given tokens.
+        attended: `[n]`, what the questions of `StepInputs.choices` attend to (`Watched`).
     """
 
     samples: Iterable[Tensor]
     scored: Iterable[Tensor] = ()
+    attended: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +171,7 @@ class Runner:
         scratch_slot: a slot that is never read.
         kv_pages: K and V pages, of each layer that has its own.
         pages: those that each layer with attention reads.
+        choosing_layers: in which questions show what they attend to.
         states: of each layer, inputs of the convolution and matrices (`LayerStates`).
 
     Args:
@@ -192,6 +196,9 @@ class Runner:
         self.depth = 1
         self.may_be_interrupted = True
         self.windows = config.sliding_windows
+        # Late layers know what is asked for; the very last one has only the rows that are read.
+        far = [layer for layer, window in enumerate(self.windows[:-1]) if window is None]
+        self.choosing_layers = frozenset(far[len(far) * 2 // 3 :])
         # One page more than the pool knows of: spare rows write there.
         self.scratch_slot = num_pages * page_size
         own = {
@@ -307,16 +314,21 @@ class Runner:
         states = None
         if inputs.states is not None:
             states = self._states_of(PartRows.of(inputs.states, self.decoder.device))
+        watched = None
+        if inputs.choices:
+            plan = next(iter(inputs.plans.values()))
+            watched = Watched(inputs.choices, plan, self.decoder.device)
         hidden = self.decoder.forward(
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
-            self._attend(prepared, self.on_device(slots), rows, self._moved(inputs)),
+            self._attend(prepared, self.on_device(slots), rows, self._moved(inputs), watched),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
             states,
         )
         if inputs.copies:
             self._copy_states(inputs.copies)
-        return self._logits(inputs, hidden, read if is_part else None)
+        logits = self._logits(inputs, hidden, read if is_part else None)
+        return logits if watched is None else replace(logits, attended=watched.total)
 
     def _states_of(self, parts: PartRows) -> StatesOf:
         return lambda layer: LayerStates(*self.states[layer], parts)
@@ -363,7 +375,12 @@ class Runner:
         )
 
     def _attend(
-        self, prepared: Prepared, slots: Tensor, rows: int, moved: MovedRows | None
+        self,
+        prepared: Prepared,
+        slots: Tensor,
+        rows: int,
+        moved: MovedRows | None,
+        watched: Watched | None,
     ) -> Attend:
         """Attention of the first `rows`; the others see nothing, and are not read."""
         ops, scores = self.decoder.ops, self.decoder.scores
@@ -378,6 +395,8 @@ class Runner:
                 more = moved.queries(layer, qkv, heads, ops, k_pages, v_pages)
                 queries = torch.cat((queries, more))
             state = plan.attend(queries, k_pages, v_pages, scores)
+            if watched is not None and layer in self.choosing_layers:
+                watched.add(queries, k_pages, state.lse, scores)
             out = state.out.to(q.dtype)
             if heads.sinks is not None:
                 ops.share_sinks(out, state.lse.float(), heads.sinks)

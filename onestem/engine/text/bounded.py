@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from onestem.engine.text.tokenizer import Tokenizer, Written
+from onestem.engine.text.tokenizer import ChatIds, Tokenizer, Written
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
@@ -57,12 +57,18 @@ class BoundedTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> list[int]:
-        """Ids of a conversation, as of `Tokenizer.apply_chat_template`, whose other arguments it
-        takes."""
+        """The ids alone of `chat`, whose other arguments it takes."""
+        return self.chat(messages, add_generation_prompt, **how).ids
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
+    ) -> ChatIds:
+        """A conversation, as of `Tokenizer.chat`, whose other arguments it takes."""
         self.check_messages("messages", messages)
-        if how.get("fields"):
-            self.check("tools", len(_json(how["fields"])), control=True)
-        return self._tokenizer.apply_chat_template(
+        for name, given in (("tools", how.get("fields")), ("documents", how.get("documents"))):
+            if given:
+                self.check(name, len(_json(given)), control=True)
+        return self._tokenizer.chat(
             messages, add_generation_prompt, max_tokens=self._max_model_len, **how
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from onestem.engine.text.documents import Document, found_in, marked
 from onestem.engine.text.templates import render
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, Gaps, described
@@ -48,6 +49,11 @@ class ChatTemplate:
     def _knows_documents(self) -> bool:
         """Whether messages of a template of a reranker are a query and a document."""
         return all(re.search(rf"""['"]{role}['"]""", self._source) for role in _ROLES)
+
+    @property
+    def _of_documents(self) -> str | None:
+        """The name of the template for documents, where the model has several; Command R's."""
+        return "rag" if "rag" in (self._hugging_face.chat_template or ()) else None
 
     @cached_property
     def _described(self) -> tuple[Form, bool]:
@@ -108,6 +114,40 @@ class ChatTemplate:
         if "reasoning_effort" in fields and "reasoning_effort" not in self._source:
             raise RequestError("reasoning_effort: the model's chat template does not know it")
         return fields
+
+    def writes_documents(
+        self,
+        attempt: Callable[..., str],
+        messages: Sequence[Mapping[str, Any]],
+        fields: Mapping[str, Any],
+        documents: Sequence[Document],
+    ) -> bool:
+        """Whether the template has a place for the documents of a conversation.
+
+        Args:
+            attempt: renders messages with variables.
+
+        Raises:
+            RequestError: it has one, and leaves some out, or refuses them.
+        """
+        if "documents" not in self._source:
+            return False
+        given = marked(documents)
+        untitled = next((i for i, one in enumerate(given) if "title" not in one), None)
+        try:
+            found = found_in(attempt(messages, {**fields, "documents": given}))
+        except RequestError:
+            if untitled is None:
+                raise
+            titled = [{"title": "a", **one} for one in given]
+            attempt(messages, {**fields, "documents": titled})
+            raise RequestError(
+                f"documents[{untitled}] has no title, which the model's chat template writes: give "
+                "it one"
+            ) from None
+        if found and {*found} != {*range(len(documents))}:
+            raise RequestError("the model's chat template leaves some of documents out: give fewer")
+        return bool(found)
 
     def render(
         self,
@@ -174,7 +214,10 @@ class ChatTemplate:
     ) -> str:
         """What the template writes."""
         try:
-            template = self._hugging_face.get_chat_template(tools=fields.get("tools"))
+            name = (
+                self._of_documents if fields.get("documents") and not fields.get("tools") else None
+            )
+            template = self._hugging_face.get_chat_template(name, fields.get("tools"))
         except ValueError as error:  # several, and none for this
             raise RequestError(f"the model has no chat template for this: {error}") from error
         return render(

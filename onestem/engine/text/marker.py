@@ -18,9 +18,7 @@ class Marker:
     """Tells the control tokens that a template writes from those that messages mention, and those
     of a raw text from those that it quotes.
 
-    Attributes:
-        backend: reads control tokens' names as characters, and stand-ins of theirs as tokens.
-        ids: a stand-in's id -> the control token's.
+    Its backend reads control tokens' names as characters, and stand-ins of theirs as tokens.
     """
 
     def __init__(self, text_backend: Backend, names: ControlNames, special: Mapping[int, Any]):
@@ -41,11 +39,11 @@ class Marker:
             )
             for token_id, token in special.items()
         }
-        self.backend = text_backend.copy()
-        self.backend.library.add_tokens([*stand_ins.values()])
-        vocabulary = self.backend.library.get_added_tokens_decoder()
+        self._backend = text_backend.copy()
+        self._backend.library.add_tokens([*stand_ins.values()])
+        vocabulary = self._backend.library.get_added_tokens_decoder()
         by_name = {token.content: token_id for token_id, token in vocabulary.items()}
-        self.ids: dict[int, int] = {
+        self._ids: dict[int, int] = {
             by_name[token.content]: token_id for token_id, token in stand_ins.items()
         }
 
@@ -73,6 +71,12 @@ class Marker:
             ),
             raw.text,
         )
+
+    def encode(self, text: str, *, literal: bool = True) -> list[int]:
+        """Ids of a text with stand-ins. `literal`: it may mention names of control tokens."""
+        ids = self._backend.encode(text)
+        ids = self._names.unforged(self._backend, text, ids) if literal else ids
+        return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def unmark(self, rendered: str) -> tuple[str, bool]:
         """Put stand-ins for the template's control tokens, and names for the marks. Also returns

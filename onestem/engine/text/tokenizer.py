@@ -26,6 +26,7 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
+from onestem.engine.text.documents import Document, apart, before_question, split
 from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
@@ -35,7 +36,9 @@ from onestem.models.fields import read_json
 from onestem.models.gguf.file import open_gguf
 from onestem.native import is_panic
 from onestem.openai.forms import Form, Reading
+from onestem.pml.tokens import after_break
 from onestem.rawtext import RawText
+from onestem.request import Documents
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -68,6 +71,13 @@ class Written(NamedTuple):
         """Number of tokens of a prompt's first message, with what is before it; 0: not known."""
         begins = [i for i, token_id in enumerate(ids) if token_id == self.turn]
         return begins[1] if len(begins) > 1 else 0
+
+
+class ChatIds(NamedTuple):
+    """Ids of a conversation. `documents`: where its pieces were tokenised apart, for `repair`."""
+
+    ids: list[int]
+    documents: Documents | None
 
 
 class Tokenizer(Vocabulary):
@@ -140,7 +150,7 @@ class Tokenizer(Vocabulary):
 
         Names of control tokens in the text are characters.
         """
-        body = self._text_ids(text)
+        body = self._names.unforged(self._text, text, self._text.encode(text))
         return [*self._prefix, *body, *self._suffix] if add_special_tokens else body
 
     def encode_batch(
@@ -165,9 +175,7 @@ class Tokenizer(Vocabulary):
         """Ids of a text that quotes names of control tokens."""
         with self._lock:
             marker = self.marker
-        text = marker.mark_raw(raw)
-        ids = self._names.unforged(marker.backend, text, marker.backend.encode(text))
-        return [marker.ids.get(token_id, token_id) for token_id in ids]
+        return marker.encode(marker.mark_raw(raw))
 
     def check_length(
         self,
@@ -225,9 +233,6 @@ class Tokenizer(Vocabulary):
         doubled if the text has it.
         """
         return self._begun(self._control.encode(text))
-
-    def _text_ids(self, text: str) -> list[int]:
-        return self._names.unforged(self._text, text, self._text.encode(text))
 
     def _begun(self, ids: list[int]) -> list[int]:
         if ids[: len(self._prefix)] == self._prefix:
@@ -304,6 +309,12 @@ class Tokenizer(Vocabulary):
         return self._names.replaced(text, form)
 
     def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
+    ) -> list[int]:
+        """The ids alone of `chat`, whose other arguments it takes."""
+        return self.chat(messages, add_generation_prompt, **how).ids
+
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
@@ -311,9 +322,11 @@ class Tokenizer(Vocabulary):
         continue_final_message: bool = False,
         without_calls: bool = False,
         fields: Mapping[str, Any] | None = None,
+        documents: Sequence[Document] = (),
+        repair: float = 1.0,
         max_tokens: int | None = None,
-    ) -> list[int]:
-        """Ids of a conversation, as the model's template writes it.
+    ) -> ChatIds:
+        """A conversation, as the model's template writes it.
 
         Args:
             messages: as `onestem.openai.read` makes them; contents are texts.
@@ -321,6 +334,9 @@ class Tokenizer(Vocabulary):
             continue_final_message: end inside the last message, which the answer goes on from.
             without_calls: answers have no calls; a template without tools tells of none then.
             fields: further variables of the template (vLLM's `chat_template_kwargs`).
+            documents: each with a `text` that is not blank, and perhaps a `title`. They are where
+                the template has its `documents`, else before the last of the user's messages.
+            repair: below 1, documents and what is between them are tokenised apart.
             max_tokens: refuse what has more for certain, before it is tokenised.
 
         A control token that the template writes is one; its name inside a message is characters.
@@ -340,18 +356,31 @@ class Tokenizer(Vocabulary):
             continue_final_message=continue_final_message,
             without_calls=without_calls,
         )
-        if not self._names.are_mentioned([plain, fields]):
-            rendered = render(plain, fields)
-            self.check_length(_RENDERED, len(rendered), max_tokens, control=True)
-            return self.encode_control(rendered)
-        with self._lock:
-            marker = self.marker
-        rendered = render(marker.mark(plain), marker.mark(fields))
-        text, literal = marker.unmark(rendered)
-        self.check_length(_RENDERED, len(text), max_tokens, control=True)
-        ids = marker.backend.encode(text)
-        ids = self._names.unforged(marker.backend, text, ids) if literal else ids
-        return self._begun([marker.ids.get(token_id, token_id) for token_id in ids])
+        is_apart = bool(documents) and repair < 1
+        if documents:
+            told = apart(documents) if is_apart else documents
+            if self._chat.writes_documents(render, plain, fields, documents):
+                fields["documents"] = told
+            else:
+                plain = before_question(plain, told)
+        if self._names.are_mentioned([plain, fields]):
+            with self._lock:
+                marker = self.marker
+            rendered = render(marker.mark(plain), marker.mark(fields))
+            rendered, literal = marker.unmark(rendered)
+            encode: Callable[[str], list[int]] = partial(marker.encode, literal=literal)
+        else:
+            rendered, encode = render(plain, fields), self._control.encode
+        pieces = split(rendered, len(documents)) if is_apart else [rendered]
+        self.check_length(_RENDERED, sum(map(len, pieces)), max_tokens, control=True)
+        ids, ends = self._begun(encode(pieces[0])), []
+        for piece in pieces[1:]:
+            ends.append(len(ids))
+            ids = ids + after_break(encode, piece)
+        if not is_apart:
+            return ChatIds(ids, None)
+        spans = tuple(zip(ends[1::2], ends[2::2], strict=True))
+        return ChatIds(ids, Documents(spans, repair, ends[0]))
 
     def written(self, fields: Mapping[str, Any] | None = None) -> Written:
         """What the template writes around messages; `fields`: as above."""

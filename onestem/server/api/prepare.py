@@ -18,7 +18,7 @@ from onestem.batch.first_pass import NO_TOKENIZER
 from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.bounded import BoundedTokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS
-from onestem.engine.text.tokenizer import Tokenizer
+from onestem.engine.text.tokenizer import ChatIds, Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import Reading
 from onestem.openai.rank import Ranking
@@ -81,13 +81,13 @@ async def prepare(
         service.client.supervisor.check_up()
         name, prefixes = asked.prefix, service.prefixes
         prefix = prefixes.find(tenant, name) if name is not None else None
-        ids: list[int] | None = None
+        ids: ChatIds | None = None
         if model.bounded_tokenizer is not None and asked.has_messages:
             asked, ids = await _held(model, model.bounded_tokenizer, asked, prefix)
         call = await _call(service, asked, tenant, prefix, ids, arrived)
         del asked, ids, raw
     first = call.requests[0]
-    if first.params.response_format is not None or first.pml is not None:
+    if any((first.params.response_format, first.pml, first.documents)):
         await _validate(service.client, call)
     if first.pml is not None:
         service.schemas.prefetch(tenant, first.pml, first.module_salt)
@@ -96,16 +96,16 @@ async def prepare(
 
 async def _held(
     model: ServedModel, tokenizer: BoundedTokenizer, asked: Asked, prefix: Prefix | None
-) -> tuple[Asked, list[int] | None]:
+) -> tuple[Asked, ChatIds | None]:
     """A chat in the model's form, in a thread where it has tools; and its ids, where it had to be
     tokenised for that."""
     form, token_of = tokenizer.tool_form, tokenizer.control_token
-    ids = None
+    ids: ChatIds | None = None
 
     def opened() -> bool:
         nonlocal ids
         ids = _chat_ids(tokenizer, asked.prompts[0], prefix)
-        return tokenizer.is_reasoning(ids)
+        return tokenizer.is_reasoning(ids.ids)
 
     held = partial(asked.held, form, token_of, held_schema, opened=opened)
     return (held() if asked.tools is None else await model.in_thread(held)), ids
@@ -116,7 +116,7 @@ async def _call(
     asked: Asked,
     tenant: Tenant,
     prefix: Prefix | None,
-    ids: list[int] | None,
+    ids: ChatIds | None,
     arrived: float,
 ) -> Call:
     """The call of a body: tokenised and checked, in a thread where that takes time. `ids`: of its
@@ -185,7 +185,7 @@ def _requests(
     asked: Asked,
     tenant: Tenant,
     prefix: Prefix | None,
-    ids: list[int] | None,
+    ids: ChatIds | None,
     name: str,
 ) -> list[Request]:
     """A validated request for each prompt; `ids` as for `_call`."""
@@ -199,10 +199,13 @@ def _requests(
             asked,
             tenant,
             f"{name}-{number}",
-            own,
-            prompt=_echo_of(model.tokenizer, asked.prompts[number], own) if asked.echo else None,
+            own.ids,
+            documents=own.documents,
+            prompt=_echo_of(model.tokenizer, asked.prompts[number], own.ids)
+            if asked.echo
+            else None,
             stream=asked.stream,
-            **_written(tokenizer, asked.prompts[number], own),
+            **_written(tokenizer, asked.prompts[number], own.ids),
         )
         for number, own in enumerate(each)
     ]
@@ -286,7 +289,7 @@ def _judged(tokenizer: BoundedTokenizer | None, asked: Asked, ranking: Ranking) 
     tasks = []
     for number, prompt in enumerate(asked.prompts):
         with _named(asked, number):
-            tasks.append(ScoreTask(_chat_ids(tokenizer, prompt, None), answers))
+            tasks.append(ScoreTask(_chat_ids(tokenizer, prompt, None).ids, answers))
     return tasks
 
 
@@ -341,26 +344,26 @@ def _echo_of(tokenizer: Tokenizer | None, prompt: Prompt, ids: Sequence[int]) ->
 
 def _token_ids(
     tokenizer: BoundedTokenizer | None, asked: Asked, prefix: Prefix | None
-) -> Iterator[list[int]]:
+) -> Iterator[ChatIds]:
     """The ids of each prompt, made on demand: after a refused prompt no other is tokenised."""
     if asked.kind == "chat":
         if tokenizer is None:
             raise RequestError(NO_TOKENIZER)
         return (_chat_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
-    return (_completion_ids(tokenizer, prompt, prefix) for prompt in asked.prompts)
+    return (ChatIds(_completion_ids(tokenizer, prompt, prefix), None) for prompt in asked.prompts)
 
 
-def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> list[int]:
+def _chat_ids(tokenizer: BoundedTokenizer, prompt: Prompt, prefix: Prefix | None) -> ChatIds:
     assert prompt.messages is not None
     if prefix is None:
-        return tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
+        return tokenizer.chat(prompt.messages, **asdict(prompt.template))
     if "chat" not in prefix.forms:
         raise RequestError(
             f"prefix {prefix.name!r} is of token ids, which stand before a prompt: "
             "use /v1/completions, or make a prefix of text or messages"
         )
     messages = [*messages_of(prefix.source), *prompt.messages]
-    return tokenizer.apply_chat_template(messages, **asdict(prompt.template))
+    return tokenizer.chat(messages, **asdict(prompt.template))
 
 
 def _completion_ids(

@@ -1,0 +1,178 @@
+"""What documents cost that are computed once and repaired in each prompt, against whole prompts.
+
+    python -m onestem_lab.repair [--model shape:0.5b] [--dtype bfloat16] [--repair 0.2]
+                                 [--parts first orders]
+
+`first`: the time to the first token of a prompt of five documents of 1,000 tokens and a question of
+50, whose documents are in KV memory (in other prompts' order) against the same prompt computed
+whole; and the floor: rows that are computed, of rows that the whole prompt has. `orders`: 64
+prompts over 40 documents of 1,000 tokens, five each in random order: tokens computed and requests a
+second, against prefix sharing. The two take turns. Random weights. Written to
+lab/results/repair-MODEL.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from onestem import LLM
+from onestem.pml import Documents
+from onestem.request import ONE_TOKEN, Request, RequestOutput, SamplingParams
+from onestem_lab.results import RESULTS, hardware, write
+
+HEAD, TOKENS, QUESTION = 40, 1000, 50
+
+
+class Prompts:
+    """Prompts over a library of documents of random ids."""
+
+    def __init__(self, llm: LLM, documents: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._vocab_size = llm.engine.weights.decoder.config.vocab_size
+        self._head = self._ids(HEAD)
+        self._documents = [self._ids(TOKENS) for _ in range(documents)]
+        self._count = 0
+
+    def _ids(self, count: int) -> list[int]:
+        return self._rng.integers(1000, self._vocab_size, count).tolist()
+
+    def orders(self, count: int, each: int) -> list[list[int]]:
+        """Choices of `each` documents, in random orders."""
+        return [self._rng.permutation(len(self._documents))[:each].tolist() for _ in range(count)]
+
+    def request(self, order: Sequence[int], repair: float, params: SamplingParams) -> Request:
+        """A prompt of these documents with a question of its own."""
+        ids, spans = list(self._head), []
+        for number in order:
+            spans.append((len(ids), len(ids) + TOKENS))
+            ids += self._documents[number]
+        self._count += 1
+        return Request(
+            request_id=str(self._count),
+            prompt_token_ids=ids + self._ids(QUESTION),
+            params=params,
+            documents=Documents(tuple(spans), repair, HEAD) if repair < 1 else None,
+        )
+
+
+def run(llm: LLM, requests: Sequence[Request]) -> tuple[float, list[RequestOutput]]:
+    """Seconds that requests take together, and their outputs."""
+    began = time.perf_counter()
+    outputs = list(llm.engine.run(requests))
+    return time.perf_counter() - began, outputs
+
+
+def computed(outputs: Sequence[RequestOutput]) -> int:
+    return sum(output.metrics.num_computed_tokens for output in outputs)
+
+
+def first_tokens(llm: LLM, repair: float, turns: int) -> dict[str, Any]:
+    """The first token of 5,000 tokens of documents and a question."""
+    params = ONE_TOKEN
+    found: dict[float, list[tuple[float, int]]] = {repair: [], 1.0: []}
+    for turn in range(turns + 1):
+        for share in (repair, 1.0):
+            prompts = Prompts(llm, 5, seed=2 * turn + (share == 1.0))
+            if share < 1:  # all are computed with others' prompts, each behind the head
+                for order in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4)):
+                    run(llm, [prompts.request(order, 0.0, params)])
+                order = (0, 3, 1, 4, 2)
+            else:
+                run(llm, [prompts.request((0,), 1.0, params)])
+                order = (0, 3, 1, 4, 2)
+            seconds, outputs = run(llm, [prompts.request(order, share, params)])
+            if turn:
+                found[share].append((seconds, computed(outputs)))
+    ours, whole = found[repair], found[1.0]
+    return {
+        "milliseconds": [round(seconds * 1000, 1) for seconds, _ in ours],
+        "whole, milliseconds": [round(seconds * 1000, 1) for seconds, _ in whole],
+        "tokens computed": ours[0][1],
+        "whole, tokens computed": whole[0][1],
+        "times as fast": round(
+            median(its / mine for (mine, _), (its, _) in zip(ours, whole, strict=True)), 3
+        ),
+        "floor, times as fast": round(whole[0][1] / ours[0][1], 3),
+    }
+
+
+def orders(llm: LLM, repair: float, turns: int, size: tuple[int, int, int]) -> dict[str, Any]:
+    """Prompts over a library, in random orders."""
+    count, library, output = size
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    found: dict[float, list[tuple[float, int]]] = {repair: [], 1.0: []}
+    for turn in range(turns):
+        for share in (repair, 1.0):
+            prompts = Prompts(llm, library, seed=100 + 2 * turn + (share == 1.0))
+            chosen = prompts.orders(count, 5)
+            requests = [prompts.request(order, share, params) for order in chosen]
+            seconds, outputs = run(llm, requests)
+            found[share].append((seconds, computed(outputs)))
+    ours, whole = found[repair], found[1.0]
+    return {
+        "prompts": count,
+        "documents": library,
+        "seconds": [round(seconds, 2) for seconds, _ in ours],
+        "whole, seconds": [round(seconds, 2) for seconds, _ in whole],
+        "tokens computed": [tokens for _, tokens in ours],
+        "whole, tokens computed": [tokens for _, tokens in whole],
+        "tokens of whole": round(
+            median(a / b for (_, a), (_, b) in zip(ours, whole, strict=True)), 4
+        ),
+        "times as fast": round(
+            median(its / mine for (mine, _), (its, _) in zip(ours, whole, strict=True)), 3
+        ),
+    }
+
+
+def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    llm = LLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_memory=options.kv_memory,
+        max_model_len=8192,
+    )
+    if "first" in options.parts:
+        yield "first", first_tokens(llm, options.repair, options.turns)
+    if "orders" in options.parts:
+        size = (options.prompts, options.documents, options.output)
+        yield "orders", orders(llm, options.repair, options.turns, size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="shape:0.5b")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repair", type=float, default=0.2)
+    parser.add_argument("--parts", nargs="+", choices=["first", "orders"], default=["first"])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--documents", type=int, default=40)
+    parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--kv-memory", default="6GiB")
+    parser.add_argument("--out", type=Path, help="else lab/results/repair-MODEL.json")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "repair": options.repair,
+        "hardware": hardware(options.device),
+    }
+    for name, part in parts(options):
+        result[name] = part
+        print(name, part, flush=True)
+    name = f"repair-{options.model.removeprefix('shape:')}-{options.device}.json"
+    write(options.out or RESULTS / name, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Documents of a chat: where its prompt has them, and which of its text is theirs."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onestem.checked import show
+from onestem.errors import RequestError
+
+_NONCE = secrets.token_hex(12)  # no user can guess a mark
+_MARKED = re.compile(rf"mark{_NONCE}n([0-9]+)b(.*?)mark{_NONCE}n\1e", re.DOTALL)
+_HEAD = f"mark{_NONCE}h"  # where the first thing of documents stands
+_TOLD = {"title", "text"}
+
+Document = Mapping[str, Any]
+
+
+def marked(documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """The documents with marks around what they say. Blanks at its ends stay outside, where a
+    template may drop them."""
+    made = []
+    for number, document in enumerate(documents):
+        before, body, after = re.split(r"(\S.*\S|\S)", document["text"], maxsplit=1, flags=re.S)
+        mark = f"mark{_NONCE}n{number}"
+        made.append({**document, "text": f"{before}{mark}b{body}{mark}e{after}"})
+    return made
+
+
+def apart(documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """Marked documents, and a mark before the first thing of theirs, for `split`."""
+    first, *others = marked(documents)
+    if first.get("title"):
+        first["title"] = f"{_HEAD}{first['title']}"
+    return [first, *others]
+
+
+def found_in(rendered: str) -> list[int]:
+    """The numbers of marked documents in a text, in its order."""
+    return [int(found[1]) for found in _MARKED.finditer(rendered)]
+
+
+def split(rendered: str, count: int) -> list[str]:
+    """The pieces of a text with `count` marked documents: what comes before anything of theirs,
+    then what is before, between and after them, and, at even places, what they say.
+
+    Raises:
+        RequestError: it does not have each once, in their order.
+    """
+    parts = _MARKED.split(rendered)
+    if parts[1::3] != list(map(str, range(count))):
+        raise RequestError(
+            "the model's chat template does not write each of documents once, in their order: "
+            "leave repair out"
+        )
+    del parts[1::3]
+    head, _, parts[0] = parts[0].partition(_HEAD) if _HEAD in parts[0] else (parts[0], "", "")
+    return [head, *(part.replace(_HEAD, "") for part in parts)]
+
+
+def before_question(
+    messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]
+) -> list[dict[str, Any]]:
+    """The messages of a template that has no documents, with each document and its title before
+    the last text of the user's.
+
+    Raises:
+        RequestError: there is none, or a document has more than a title and a text.
+    """
+    made = [dict(message) for message in messages]
+    asked = [message for message in made if message["role"] == "user"]
+    if not asked:
+        raise RequestError(
+            "documents stand before the last message of role user, and there is none: add one"
+        )
+    for number, document in enumerate(documents):
+        odd = next(iter(document.keys() - _TOLD), None)
+        if odd is not None:
+            raise RequestError(
+                f"documents[{number}] has {show(odd)}, and the model's chat template has no "
+                "documents: give their title and text alone"
+            )
+    told = (
+        f"Document: {one.get('title', '')}".rstrip() + f"\n{one['text']}\n\n" for one in documents
+    )
+    asked[-1]["content"] = "".join((*told, asked[-1]["content"]))
+    return made

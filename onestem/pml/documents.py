@@ -1,0 +1,145 @@
+"""Documents of a prompt as modules, and which of their tokens are computed in it again.
+
+A document's keys and values are computed once, behind the prompt's first tokens alone, and serve it
+at any place of any prompt that begins with these. What they lack is what the document's tokens
+would have seen before them. So a share of the tokens is *repaired*: computed with all before them
+in sight, and seen in place of the stored ones: those that the question attends to most (as in
+InfoFlow-KV and ProphetKV).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from onestem.pml.segments import CompiledPrompt, Segment, segment_key
+
+KIND = "documents"  # what keys are named by
+# Tokens that are chosen together.
+BLOCK = 16
+# A document's own sight: at most so many of the prompt's first tokens, directly before it. Without
+# any, its first token would take the place of the prompt's first one, to which all others attend.
+HEAD = 64
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents are in a prompt whose pieces were tokenised apart: a document's tokens are
+    the same ones at any place.
+
+    Attributes:
+        spans: the first token of each one's text, and the one after its last; ascending.
+        repair: the share of their tokens that are computed with all before them in sight, from 0
+            to below 1.
+        head: the tokens before anything of theirs, such as the first one's title.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    repair: float
+    head: int
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Documents:
+        """As `dataclasses.asdict` has them, with lists."""
+        return cls(**{**fields, "spans": tuple((start, end) for start, end in fields["spans"])})
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentsPrompt(CompiledPrompt):
+    """A prompt whose documents are modules: all but the first, which follows on what is before it
+    as any text does.
+
+    Attributes:
+        ids: int32 `[n]`, the whole prompt.
+        documents: where they are.
+    """
+
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    documents: Documents = Documents((), 0.0, 0)
+
+    @property
+    def question(self) -> int:
+        """Where what follows the last document begins: its rows choose."""
+        return self.documents.spans[-1][1]
+
+    @property
+    def num_repaired(self) -> int:
+        """Tokens that are computed again, whole blocks."""
+        tokens = sum(len(one.token_ids) for one in self.segments if one.kind == "cached")
+        return int(tokens * self.documents.repair) // BLOCK * BLOCK
+
+    def repaired(self, attended: np.ndarray) -> CompiledPrompt:
+        """This prompt with some tokens computed in it.
+
+        Args:
+            attended: `[n]`, how much the question attends to each of the prompt's tokens.
+        """
+        hidden = np.zeros(len(self.ids), bool)
+        for start, end in self._chosen(attended):
+            hidden[start:end] = True
+        return replace(self, segments=tuple(_segments(self.ids, self.documents, hidden)))
+
+    def _chosen(self, attended: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Blocks, as ranges of the prompt's tokens: those that the question attends to most, the
+        earlier of equal ones."""
+        blocks = [
+            (start, min(start + BLOCK, segment.end))
+            for segment in self.segments
+            if segment.kind == "cached"
+            for start in range(segment.position, segment.end, BLOCK)
+        ]
+        blocks.sort(key=lambda one: (-float(attended[slice(*one)].mean()), one))
+        left = self.num_repaired
+        for start, end in blocks:
+            if end - start > left:
+                break
+            left -= end - start
+            yield start, end
+
+
+def with_documents(ids: Sequence[int] | np.ndarray, documents: Documents) -> DocumentsPrompt:
+    """A prompt whose documents' keys and values are looked for where they were computed."""
+    array = np.asarray(ids, np.int32)
+    segments = tuple(_segments(array, documents, np.zeros(len(array), bool)))
+    return DocumentsPrompt("", "anchored", segments, len(array), array, documents)
+
+
+def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list[Segment]:
+    """What is stored, then what is computed, each by position. `hidden` bool `[n]`: tokens that are
+    computed though a document has them."""
+    # The prompt's last token is computed, since its logits begin the answer.
+    modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[1:]]
+    head = ids[: min(documents.head, HEAD)]
+    head_key = segment_key(KIND, head, ())
+    stored: list[Segment] = []
+    own = np.ones(len(ids), bool)
+    for a, b in modules:
+        if b - a < BLOCK:
+            continue
+        attends: tuple[int, ...] = ()
+        if len(head):
+            attends = (len(stored),)
+            stored.append(Segment("placeholder", head, a - len(head), "head", key=head_key))
+        own[a:b] = hidden[a:b]
+        stored.append(
+            Segment(
+                "cached",
+                ids[a:b],
+                a,
+                "document",
+                attends,
+                segment_key(KIND, ids[a:b], [(len(head), head_key)] if len(head) else ()),
+                hidden=tuple((i - a, j - a) for i, j in _stretches(hidden, a, b)),
+            )
+        )
+    computed = [Segment("text", ids[a:b], a, "prompt") for a, b in _stretches(own, 0, len(ids))]
+    return stored + computed
+
+
+def _stretches(marks: np.ndarray, first: int, end: int) -> list[tuple[int, int]]:
+    """Where `marks` is True from first to end-1, as ranges."""
+    edges = np.flatnonzero(np.diff(np.pad(marks[first:end].astype(np.int8), 1))) + first
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -1,0 +1,223 @@
+"""Documents that are repaired answer what a full pass with their mask answers, and are chosen by
+what the question attends to in such a pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from onestem.engine.modules.prompt import ImportedRun, SequenceModules
+from onestem.errors import RequestError
+from onestem.models.weights import load_decoder
+from onestem.pml import Documents, DocumentsPrompt, Segment, with_documents
+from onestem.request import Request, SamplingParams
+from tests.engine.harness import answer, assert_idle, make_engine
+from tests.engine.pml_harness import (
+    assert_seen,
+    dense_logprobs,
+    dense_weights,
+    record,
+)
+from tests.engine.test_pml_exactness import FAMILIES
+
+HEAD = list(range(60, 70))
+DOCUMENTS = [
+    np.random.default_rng(i).integers(20, 250, n).tolist()
+    for i, n in enumerate((37, 50, 33, 64, 9))
+]
+QUESTION = list(range(80, 91))
+
+
+def prompt_of(order, repair: float, question=QUESTION) -> DocumentsPrompt:
+    """A prompt of some documents, each behind a token of its own."""
+    ids, spans = list(HEAD), []
+    for number in order:
+        ids += [200 + number]
+        spans += [(len(ids), len(ids) + len(DOCUMENTS[number]))]
+        ids += DOCUMENTS[number]
+    return with_documents(ids + list(question), Documents(tuple(spans), repair, len(HEAD)))
+
+
+def request_of(name: str, prompt: DocumentsPrompt, **params) -> Request:
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": 4, **params}
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt.ids.tolist(),
+        params=SamplingParams(**params),
+        documents=prompt.documents,
+    )
+
+
+def repaired(path, prompt: DocumentsPrompt, layers) -> DocumentsPrompt:
+    """The prompt as the definition repairs it."""
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    weights = dense_weights(decoder, prompt)
+    total = sum(weights[layer] for layer in layers) if layers else torch.zeros(1)
+    attended = np.zeros(len(prompt.ids))
+    if layers:
+        asks = (torch.from_numpy(prompt.positions) >= prompt.question).numpy()
+        np.add.at(attended, prompt.positions, total.numpy()[asks].sum(0))
+    return prompt.repaired(attended)
+
+
+def check(path, prompts, *, alone=False, **options):
+    engine = make_engine(path, **options)
+    seen = record(engine)
+    requests = [request_of(str(i), one) for i, one in enumerate(prompts)]
+    outputs = {}
+    for part in [[one] for one in requests] if alone else [requests]:
+        outputs |= answer(engine, part)
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu")
+    for i, prompt in enumerate(prompts):
+        want = prompt
+        if prompt.num_repaired:
+            want = repaired(path, prompt, sorted(engine.launcher.runner.choosing_layers))
+        new = outputs[str(i)].outputs[0].token_ids
+        assert len(new) == 4
+        assert_seen(seen, str(i), want, dense_logprobs(decoder, want, new), new)
+    return engine, outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tiny, family):
+    orders = ((0, 2), (1, 2)) if family == "gpt2" else ((0, 1, 2, 3), (1, 3, 0))  # 128 positions
+    check(tiny(family), [prompt_of(order, 0.5) for order in orders])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "share"), [(7, 16, "full"), (64, 1, "storage"), (64, 16, "off")]
+)
+def test_chunks_and_pages(tiny, chunk, page_size, share):
+    prompts = [
+        prompt_of((0, 1, 2, 3), 0.5),
+        prompt_of((0, 2, 3, 1, 4), 0.2),
+        prompt_of((3, 2), 0.0),
+    ]
+    check(tiny("llama"), prompts, max_step_tokens=chunk, page_size=page_size, share=share)
+
+
+def test_copies_serve_other_orders(tiny):
+    prompts = [prompt_of(order, 0.2) for order in ((0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 3, 1))]
+    engine, outputs = check(tiny("llama"), prompts, alone=True)
+    layers = sorted(engine.launcher.runner.choosing_layers)
+    for i in (1, 2):
+        want = repaired(tiny("llama"), prompts[i], layers)
+        behind = DOCUMENTS[0] + HEAD + [0]  # an ordinary prefix
+        own = prompts[i].num_computed_tokens - len(behind)
+        again = want.num_computed_tokens - len(behind)
+        assert own < again <= own + prompts[i].num_repaired
+        # The token before the second document sees none of the others: it is computed once. So
+        # are those behind documents in which nothing is repaired.
+        computed = outputs[str(i)].metrics.num_computed_tokens
+        assert own + again - 3 <= computed <= own + again - 1
+
+
+def test_a_repaired_prompt_is_found_again(tiny):
+    prompt = prompt_of((0, 1, 2, 3), 0.2)
+    _, outputs = check(
+        tiny("llama"), [prompt, prompt, prompt_of((0, 1, 2, 3), 0.2, [99, *QUESTION])], alone=True
+    )
+    # Rows that choose are always computed, and the last row.
+    assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 1
+
+
+def test_several_answers_that_lose_their_memory(tiny):
+    orders = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 1, 0))
+    requests = [
+        request_of(str(i), prompt_of(order, 0.4), n=3, temperature=1, seed=i, max_tokens=9)
+        for i, order in enumerate(orders)
+    ]
+    alone = {}
+    for request in requests:
+        alone |= answer(make_engine(tiny("llama")), [request])
+    engine, outputs = make_engine(tiny("llama"), max_step_tokens=40), {}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        engine.check()
+        if engine.stats.steps % 7 == 3:
+            engine.scheduler.room.preempt_all()
+    assert_idle(engine)
+    assert engine.scheduler.room.num_preempted > 9
+    for name, output in outputs.items():
+        for mine, its in zip(output.outputs, alone[name].outputs, strict=True):
+            assert mine.token_ids == its.token_ids
+
+
+def test_ends_while_it_chooses(tiny):
+    engine = make_engine(tiny("llama"), max_step_tokens=16)
+    for name in ("0", "1"):
+        engine.add_request(request_of(name, prompt_of((0, 1, 2, 3), 0.4), n=2))
+    while not any(s.choosing for s in engine.scheduler.running):
+        engine.step()
+    output = engine.abort("0")
+    assert [one.finish_reason for one in output.outputs] == ["abort", "abort"]
+    ended = []
+    while engine.has_unfinished():
+        ended += engine.step()
+        engine.check()
+    assert [one.request_id for one in ended] == ["1"]
+    assert_idle(engine)
+
+
+def test_without_a_share_nothing_is_chosen(tiny):
+    prompt = prompt_of((0, 1, 2, 3), 0.0)
+    check(tiny("llama"), [prompt])
+    assert prompt.num_repaired == 0
+
+
+def not_hidden(monkeypatch):
+    """What is repaired is seen as it is stored, too."""
+    monkeypatch.setattr(Segment, "seen", property(lambda one: iter([(0, one.in_use)])))
+
+
+def others_chosen(monkeypatch):
+    """What is attended to least is repaired."""
+    repaired = DocumentsPrompt.repaired
+    monkeypatch.setattr(DocumentsPrompt, "repaired", lambda self, given: repaired(self, -given))
+
+
+def without_head(monkeypatch):
+    """Documents are computed with nothing before them."""
+    monkeypatch.setattr(SequenceModules, "attended", lambda self, index: [])
+
+
+def not_moved(monkeypatch):
+    """What is stored elsewhere is taken for being here."""
+    monkeypatch.setattr(ImportedRun, "shift", property(lambda self: 0))
+
+
+@pytest.mark.parametrize("fault", [not_hidden, others_chosen, without_head, not_moved])
+@pytest.mark.steps_fail
+def test_the_check_sees(tiny, monkeypatch, fault):
+    prompts = [prompt_of((0, 1, 2, 3), 0.3), prompt_of((0, 3, 2, 1), 0.3)]
+    wanted = {}
+    if fault is others_chosen:  # the definition must not have the fault
+        decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu")
+        engine = make_engine(tiny("llama"))
+        layers = sorted(engine.launcher.runner.choosing_layers)
+        wanted = {id(one): repaired(tiny("llama"), one, layers) for one in prompts}
+        del decoder
+    fault(monkeypatch)
+    if wanted:
+        monkeypatch.setattr(
+            "tests.engine.test_repair.repaired", lambda path, prompt, layers: wanted[id(prompt)]
+        )
+    with pytest.raises(AssertionError):
+        check(tiny("llama"), prompts, alone=True)
+
+
+def test_refuses_what_it_cannot(tiny):
+    engine = make_engine(tiny("llama"), num_pages=18)
+    with pytest.raises(RequestError, match="KV memory has"):
+        engine.add_request(request_of("0", prompt_of((0, 1, 2, 3), 0.5)))
+
+    choices = SamplingParams(choices=["yes", "no"])
+    request = replace(request_of("1", prompt_of((0, 1), 0.5)), params=choices)
+    with pytest.raises(RequestError, match="leave repair out, or choices"):
+        engine.add_request(request)
