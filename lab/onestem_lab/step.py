@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import statistics
 import sys
@@ -58,7 +59,11 @@ def main() -> None:
             print(side, result[side], flush=True)
     if turns["before"]:
         result["calls_before"] = turns["before"][0]["calls"]
-        result["ratio"] = {n: result["now"][n] / result["before"][n] for n in result["now"]}
+        pairs = [
+            {rows: now["host_ms"][rows] / before["host_ms"][rows] for rows in now["host_ms"]}
+            for now, before in zip(turns["now"], turns["before"], strict=True)
+        ]
+        result["ratio"] = _medians(pairs)
         print("now / before", {n: round(r, 3) for n, r in result["ratio"].items()}, flush=True)
     print("calls", result["calls"], flush=True)
     write(options.out, result)
@@ -97,8 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]:
     """An engine before each step of its rows' decodes."""
-    options = EngineOptions(max_step_tokens=8192)
-    engine = Engine(decoder, None, GenerationDefaults(), options, num_pages=rows * 16 + 64)
+    engine = _engine(decoder, num_pages=rows * 16 + 64)
     params = SamplingParams(max_tokens=FIRST + STEPS + 40, temperature=0, ignore_eos=True)
     head = list(range(PREFIX))
     for i in range(rows):
@@ -118,6 +122,16 @@ def decoding(decoder: Decoder, rows: int, streamed: int = 0) -> Iterator[Engine]
     engine.close()
     del engine
     gc.collect()
+
+
+def _engine(decoder: Decoder, num_pages: int) -> Engine:
+    """Also one of versions whose engines took no record of options."""
+    options: dict[str, Any] = {"max_step_tokens": 8192}
+    if "options" in inspect.signature(Engine).parameters:
+        return Engine(
+            decoder, None, GenerationDefaults(), EngineOptions(**options), num_pages=num_pages
+        )
+    return Engine(decoder, None, GenerationDefaults(), num_pages=num_pages, **options)
 
 
 def host_ms(decoder: Decoder, rows: int) -> float:
@@ -157,7 +171,8 @@ def time_waits(engine: Any, device: torch.device) -> list[float]:
     runner = engine.launcher.runner if hasattr(engine, "launcher") else engine._runner
     runner = getattr(runner, "_runner", runner)  # of rank 0
     runner._forward = timed(runner._forward)
-    engine.launcher.sampler.launch = timed(engine.launcher.sampler.launch)
+    sampler = getattr(engine.launcher, "_sampler", None) or engine.launcher.sampler
+    sampler.launch = timed(sampler.launch)
     return waited
 
 

@@ -1,12 +1,14 @@
 """Two versions of the package do the same work in turns, both alive on one machine.
 
-    python -m onestem_lab.versions FOLDER [--shape llama3.1-8b] [--turns 3] [--only NAME,...]
+    python -m onestem_lab.versions FOLDER ... [--deterministic] [--shape llama3.1-8b] [--turns 3]
+        [--only NAME,...]
 
-FOLDER has the other version (`onestem_lab.checkout`). Each version is one process that keeps its
-engine; the turns alternate in which comes first, and each draws new prompts, the same for both.
-Only the public call is used, so versions may differ in everything else. Random weights, greedy or
-at temperature 1. The ratio of a work is the median over turns of the other version's seconds over
-this one's: above 1, this one is faster.
+Each FOLDER has another version (`onestem_lab.checkout`); `--deterministic` adds this one in that
+mode. Each is one process that keeps its engine; the turns alternate in which comes first, and each
+draws new prompts, the same for all. Only the public call is used, so versions may differ in
+everything else. Random weights, greedy or at temperature 1. The ratio of a work is the median over
+turns of the other's seconds over this version's: above 1, this one is faster. On a CPU the works
+are the cases of `onestem_lab.peers`, some scaled.
 """
 
 from __future__ import annotations
@@ -34,13 +36,18 @@ WORKS: dict[str, tuple[int, int, int, int, int, float]] = {
     "256 rows 64 + 128": (256, 1, 0, 64, 128, 0.0),
     "1000 rows 16 + 64": (1000, 1, 0, 16, 64, 0.0),
     "tiny 3x4 100/20/10": (3, 4, 100, 20, 10, 1.0),
+    "4x16": (4, 16, 1000, 50, 50, 0.0),
+    "1x64 half": (1, 64, 2048, 32, 64, 0.0),
+    "64x1 half": (64, 1, 0, 256, 32, 0.0),
+    "60x8 quarter": (60, 8, 512, 48, 4, 0.0),
 }
 DEFAULT = ",".join(list(WORKS)[:4])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of the other version")
+    parser.add_argument("folders", type=Path, nargs="*", help="of other versions")
+    parser.add_argument("--deterministic", action="store_true", help="this version so too")
     parser.add_argument("--shape", default="llama3.1-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -62,10 +69,13 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Of each work: seconds of both versions by turn, and the median ratio."""
+    """Of each work: seconds of each version by turn, and the median ratio to this one."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
-        sides = {"now": start(options, None), "before": start(options, options.folder)}
+        sides = {"now": start(options)}
+        sides |= {folder.name: start(options, folder) for folder in options.folders}
+        if options.deterministic:
+            sides["deterministic"] = start(options, None, "--deterministic")
         for process in sides.values():
             stack.callback(process.kill)
         for process in sides.values():
@@ -77,18 +87,25 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                     taken = ask(sides[side], name, turn)
                     if turn:
                         seconds[side].append(taken)
-            ratios = [b / n for b, n in zip(seconds["before"], seconds["now"], strict=True)]
-            found[name] = {"ratio": statistics.median(ratios), "ratios": ratios, **seconds}
-            print(f"{name}: {found[name]['ratio']:.3f}", seconds, flush=True)
+            found[name] = {side: against(seconds["now"], seconds[side]) for side in sides}
+            for side, told in found[name].items():
+                print(f"{name}, {side}: {told['ratio']:.3f}", told["ratios"], flush=True)
     return found
 
 
-def start(options: argparse.Namespace, folder: Path | None) -> subprocess.Popen[str]:
+def against(now: list[float], seconds: list[float]) -> dict[str, Any]:
+    ratios = [other / own for own, other in zip(now, seconds, strict=True)]
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "seconds": seconds}
+
+
+def start(
+    options: argparse.Namespace, folder: Path | None = None, *more: str
+) -> subprocess.Popen[str]:
     """A version's process. It says a line once its engine is there."""
-    arguments = [str(options.folder), "--child", "--shape", options.shape]
-    arguments += ["--device", options.device, "--dtype", options.dtype]
+    arguments = ["--child", "--shape", options.shape, "--device", options.device, *more]
+    arguments += ["--dtype", options.dtype, "--kv-memory", options.kv_memory]
     return subprocess.Popen(
-        command_of("onestem_lab.versions", [*arguments, "--kv-memory", options.kv_memory], folder),
+        command_of("onestem_lab.versions", arguments, folder),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -123,6 +140,7 @@ def serve(options: argparse.Namespace) -> None:
         device=options.device,
         dtype=options.dtype,
         kv_memory=options.kv_memory,
+        **({"deterministic": True} if options.deterministic else {}),  # unknown to older versions
     )
     print("ready", file=told, flush=True)
     for line in sys.stdin:
