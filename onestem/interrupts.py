@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes 45 calls more in each step
 import contextlib
 import signal
 import sys
 import threading
-
-# What `signal` wraps in enumerations of what is given and taken: 45 calls in each step.
-from _signal import getsignal  # type: ignore[import-not-found]
-from _signal import signal as set_signal
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -76,16 +73,16 @@ def uninterrupted() -> Iterator[Held]:
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        found = ((number, getsignal(number)) for number in HELD)
+        found = ((number, _signal.getsignal(number)) for number in HELD)
         handlers = {number: handler for number, handler in found if callable(handler)}
     held = Held(handlers)
     try:
         for number in handlers:
-            set_signal(number, held.catch)
+            _signal.signal(number, held.catch)
         yield held
     finally:
         for number, handler in handlers.items():
-            set_signal(number, handler)
+            _signal.signal(number, handler)
         held.deliver()
 
 
