@@ -47,6 +47,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {**_HEAD, **_DEEP},
     "phi4_mini": {"rope_parameters": _FACTORS, "original_max_position_embeddings": 16},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "qwen3_next": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "falcon": {**_FALCON, "num_kv_heads": 1},
     "falcon_40b": _FALCON,
     "falcon_11b": {**_FALCON, **_THETA},
@@ -69,6 +72,9 @@ _NAMES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
 }
 
 # Fields of `config.json` (the first that is there) -> those of a file.
@@ -94,6 +100,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "expert_used_count": ("num_experts_per_tok",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
 }
 
 # Where float16 scales are in a block, and how large they make weights of a hundredth.
@@ -238,6 +248,13 @@ def _fields(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if name == "olmo2" and "sliding_window" in config:
         windows = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["olmo2.attention.sliding_window_pattern"] = windows
+    if name in _DELTA:
+        kinds = config["layer_types"]
+        inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        turned = config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]
+        found[f"{name}.ssm.inner_size"] = inner
+        found[f"{name}.rope.dimension_count"] = int(turned)
+        found[f"{name}.attention.recurrent_layers"] = [one == "linear_attention" for one in kinds]
     ends = config.get("eos_token_id")
     return found | ({"tokenizer.ggml.eos_token_id": ends} if isinstance(ends, int) else {})
 
@@ -290,7 +307,10 @@ def _tensors(
                 value = _by_kind(value, heads, kv_heads)
             if name in ("gemma2", "gemma3") and part.endswith("norm.weight"):
                 value = value + 1
+            if name in _DELTA:
+                value = _of_delta(config, name, part, value)
             given = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            given = given or names.get_name(part.replace(".dt_bias", ".dt_proj.bias"), (".bias",))
             assert given is not None, part
             found[given] = np.ascontiguousarray(value, np.float32)
     return found | _factors(config, name)
@@ -317,6 +337,8 @@ def _parts(name: str, key: str, array: np.ndarray) -> list[tuple[str, np.ndarray
     """A tensor, or the two that a file has for it, by the converter's names."""
     if name == "gpt2" and key.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return [(key, array.T)]
+    if key.endswith("in_proj_qkvz.weight"):
+        return [(key.replace("qkvz", one), array) for one in ("qkv", "z")]
     if key.endswith(".sinks"):
         return [(f"{key}.weight", array)]
     if key.endswith("shared_expert_gate.weight"):
@@ -338,6 +360,35 @@ def _parts(name: str, key: str, array: np.ndarray) -> list[tuple[str, np.ndarray
         (f"{base.replace('gate_up_proj', side)}.{end}", half)
         for side, half in zip(sides, halves, strict=True)
     ]
+
+
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
+
+
+def _of_delta(config: Mapping[str, Any], name: str, part: str, value: np.ndarray) -> np.ndarray:
+    """Rates below 0; the older model's rows by kind; the others' value heads by their place."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, size = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if part.endswith("norm.weight") and not part.endswith("linear_attn.norm.weight"):
+        return value + 1
+    value = value[:, 0] if "conv1d" in part else -np.exp(value) if "A_log" in part else value
+    if name == "qwen3next" and ("in_proj_qkv" in part or "in_proj_z" in part):
+        rows = value.reshape(keys, -1, value.shape[-1])
+        inner = values // keys * size
+        cuts = np.split(rows, np.cumsum([key, key, inner]), axis=1)
+        kinds = cuts[3:] if "in_proj_z" in part else cuts[:3]
+        return np.concatenate([one.reshape(-1, value.shape[-1]) for one in kinds])
+    if name == "qwen3next" or "linear_attn." not in part or "linear_attn.norm" in part:
+        return value
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        heads = rows.reshape(keys, values // keys, -1)
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    if "out_proj" in part:
+        return tiled(np.ascontiguousarray(value.T)).T
+    before = 2 * keys * key if "qkv" in part or "conv1d" in part else 0
+    return np.concatenate([value[:before], tiled(value[before:])])
 
 
 def _neighbours(rows: np.ndarray, heads: int) -> np.ndarray:

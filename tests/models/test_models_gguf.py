@@ -19,6 +19,7 @@ from onestem.models.gguf import architectures, values
 from onestem.models.gguf.architectures import ARCHITECTURES
 from onestem.models.gguf.file import TYPES, RawTensor, open_gguf
 from onestem.models.gguf.values import values_of
+from onestem.models.gguf_tensors import gguf_tensors
 from onestem.models.ranks import Ranks
 from onestem.models.tensors import Tensors
 from onestem.models.weights import load_decoder
@@ -104,6 +105,17 @@ def test_quantised_weights_are_their_numbers(made, tmp_path, kind):
         for one in (blocks, plain)
     )
     assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_blocks_are_arranged_as_their_numbers(made, tmp_path, family):
+    file = write_gguf(made(family), tmp_path / "model.gguf", kind="Q8_0")
+    tensors = Tensors(ModelConfig.from_directory(file))
+    held = gguf_tensors(file, tensors)
+    for spec in tensors.matrices:
+        one = held[spec.name]
+        if one.parts[0].kind == "Q8_0":
+            assert torch.equal(one.groups(None).dense(), one.read(None, torch.float32)), spec.name
 
 
 @pytest.mark.parametrize("kind", TYPES)

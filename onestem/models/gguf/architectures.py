@@ -39,6 +39,8 @@ class Architecture:
         fields: field of the file, without the architecture -> field of `config.json`.
         others: fields of `config.json` that follow from the file otherwise.
         turned: rows of q and k are ordered for pairs of neighbours in RoPE.
+        tiled: value heads of delta rules are ordered by their place behind a key head first.
+        partial: a part of each head turns in RoPE, as the file says.
         names: of tensors, where they differ from `NAMES`.
     """
 
@@ -46,6 +48,8 @@ class Architecture:
     fields: Mapping[str, str]
     others: Callable[[GgufFile, Values], Values] = field(default=lambda file, values: {})
     turned: bool = False
+    tiled: bool = False
+    partial: bool = False
     names: Mapping[Role, str] = field(default_factory=dict)
 
 
@@ -78,6 +82,15 @@ NAMES: dict[Role, str] = {
     Role.SHARED_UP: "ffn_up_shexp",
     Role.SHARED_DOWN: "ffn_down_shexp",
     Role.SHARED_FACTOR: "ffn_gate_inp_shexp",
+    Role.DELTA_QKV: "attn_qkv",
+    Role.DELTA_Z: "attn_gate",
+    Role.DELTA_B: "ssm_beta",
+    Role.DELTA_A: "ssm_alpha",
+    Role.DELTA_FILTER: "ssm_conv1d",
+    Role.DELTA_DECAY: "ssm_a",
+    Role.DELTA_STEP: "ssm_dt",
+    Role.DELTA_NORM: "ssm_norm",
+    Role.DELTA_OUTPUT: "ssm_out",
 }
 
 _COMMON = {
@@ -101,11 +114,23 @@ _EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_DELTA_EXPERTS = {
+    **{theirs: ours for theirs, ours in _EXPERTS.items() if theirs != "feed_forward_length"},
+    **_DELTA,
+}
 _WINDOWS = {"attention.sliding_window": "sliding_window"}
 # What is read elsewhere, says nothing of how the model computes, or has one value in all files.
 _KNOWN = (
-    "attention.value_length", "attention.sliding_window_pattern", "pooling_type",
-    "rope.dimension_count", "rope.freq_base_swa", "rope.scaling.", "rope.scale_linear",
+    "attention.value_length", "attention.sliding_window_pattern", "feed_forward_length",
+    "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
+    "pooling_type", "rope.dimension_count", "rope.dimension_sections", "rope.freq_base_swa",
+    "rope.scaling.", "rope.scale_linear", "ssm.inner_size",
     "tensor_data_layout", "vocab_size",
 )  # fmt: skip
 _FLOATS = ("epsilon", "scale", "softcapping", "freq_base", "freq_base_swa", "factor", "beta_fast",
@@ -225,6 +250,25 @@ def _gpt_oss(file: GgufFile, values: Values) -> Values:
     }
 
 
+def _delta(file: GgufFile, values: Values) -> Values:
+    """Layers after the last one predict tokens after the next one, which is not computed."""
+    layers = values["num_hidden_layers"] - (_number(file, "nextn_predict_layers") or 0)
+    name = f"{file.header.fields['general.architecture']}.attention.recurrent_layers"
+    types = None
+    if isinstance(_value(file, "attention.recurrent_layers"), List):
+        kinds = ("full_attention", "linear_attention")
+        types = [kinds[bool(one)] for one in file.header.numbers(name)][:layers]
+    inner, heads = _number(file, "ssm.inner_size"), values.get("linear_num_value_heads")
+    turned = _number(file, "rope.dimension_count")
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "full_attention_interval": _number(file, "full_attention_interval"),
+        "linear_value_head_dim": inner // heads if inner and heads else None,
+        "partial_rotary_factor": None if turned is None else turned / _head_dim(values),
+    }
+
+
 def _olmo2(file: GgufFile, values: Values) -> Values:
     """OLMo 3 is written as OLMo 2 with windows."""
     bias = {"attention_bias": _has(file, "blk.0.attn_q.bias")}
@@ -254,6 +298,34 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", _EXPERTS, lambda file, values: {"norm_topk_prob": True}
     ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        {**_PLAIN, **_DELTA},
+        _delta,
+        tiled=True,
+        partial=True,
+        names={Role.POST_NORM: "post_attention_norm"},
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _DELTA_EXPERTS,
+        _delta,
+        tiled=True,
+        partial=True,
+        names={Role.POST_NORM: "post_attention_norm"},
+    ),
+    # Its files hold q, k and v apart from z, as those of Qwen3.5 do.
+    "qwen3next": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _DELTA_EXPERTS,
+        _delta,
+        partial=True,
+        names={
+            Role.POST_NORM: "post_attention_norm",
+            Role.DELTA_B: "ssm_ba",
+            Role.DELTA_A: "ssm_ba",
+        },
+    ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         {
@@ -269,7 +341,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_PLAIN, **_WINDOWS, "final_logit_softcapping": "final_logit_softcapping"},
         _gemma(every=6, layers_of_27b=62),
     ),
-    "phi3": Architecture("Phi3ForCausalLM", {**_PLAIN, **_WINDOWS}, _phi3),
+    "phi3": Architecture("Phi3ForCausalLM", {**_PLAIN, **_WINDOWS}, _phi3, partial=True),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         {**_EXPERTS, **_WINDOWS},
@@ -297,6 +369,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.head_count": "n_head",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
+        partial=True,
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", {**_PLAIN, **_WINDOWS}, _olmo2),
     "granite": Architecture(
@@ -388,7 +461,8 @@ def _check(path: Path, file: GgufFile, values: Values) -> None:
             f"{path}: {name}.attention.value_length is {size}, supported: that of keys ({keys})"
         )
     turned = _number(file, "rope.dimension_count")
-    if turned is not None and name not in ("phi3", "gpt2") and turned != _head_dim(values):
+    partial = ARCHITECTURES[str(name)].partial
+    if turned is not None and not partial and turned != _head_dim(values):
         raise UnsupportedError(
             f"{path}: {name}.rope.dimension_count is {turned}, supported: that of a head "
             f"({_head_dim(values)})"
