@@ -39,7 +39,7 @@ class Architecture:
         fields: field of the file, without the architecture -> field of `config.json`.
         others: fields of `config.json` that follow from the file otherwise.
         turned: rows of q and k are ordered for pairs of neighbours in RoPE.
-        tiled: value heads of delta rules are ordered by their place behind a key head first.
+        tiled: value heads of delta rules are ordered by their place at a key head first.
         partial: a part of each head turns in RoPE, as the file says.
         names: of tensors, where they differ from `NAMES`.
     """
