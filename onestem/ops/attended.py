@@ -25,12 +25,15 @@ def attended(
     """
     rows, heads, size = q.shape
     num_kv_heads = k.shape[1]
-    grouped = q.float().view(rows, num_kv_heads, heads // num_kv_heads, size)
-    products = torch.einsum("rghd,tgd->rght", grouped, k.float()) * scores.factor(size)
-    products = products.reshape(rows, heads, -1)
+    # [num_kv_heads, rows * group, head_dim] times [num_kv_heads, head_dim, num_tokens]
+    grouped = (q.float() * scores.factor(size)).view(rows, num_kv_heads, -1, size).transpose(0, 1)
+    products = torch.bmm(grouped.reshape(num_kv_heads, -1, size), k.float().permute(1, 2, 0))
+    weights = products.view(num_kv_heads, rows, heads // num_kv_heads, -1)
     if scores.softcap is not None:
-        products = scores.softcap * torch.tanh(products / scores.softcap)
+        weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if scores.alibi_slopes is not None:
         assert distance is not None
-        products += scores.alibi_slopes[:, None] * distance[:, None]
-    return torch.exp(products - lse[:, :, None]).sum((0, 1))
+        slopes = scores.alibi_slopes.view(num_kv_heads, 1, -1, 1)
+        weights.add_(slopes * distance[None, :, None])
+    weights.sub_(lse.view(rows, num_kv_heads, -1).transpose(0, 1).unsqueeze(-1)).exp_()
+    return weights.sum((0, 1, 2))
