@@ -14,6 +14,7 @@ import torch
 from onestem import __version__
 from onestem.batch import model_identity
 from onestem.cache.host import HostStore
+from onestem.cache.pieces import PIECE_TOKENS
 from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
 from onestem.engine.text.tokenizer import Tokenizer
@@ -158,6 +159,12 @@ def _keep_below(engine: Engine, path: Path) -> None:
     options, disk, identity = engine.options, None, ""  # of one process, unless there are files
     size = options.tensor_parallel_size
     host = parse_memory(options.host_kv) // size
+    piece = PIECE_TOKENS * engine.weights.decoder.kv_bytes_per_token
+    if 0 < host < piece:
+        raise ConfigError(
+            f"host_kv is {options.host_kv}, and {PIECE_TOKENS} tokens, which are kept together, "
+            f"take {size * piece} bytes: give at least these, or 0"
+        )
     row_seconds = None
     if options.disk_kv is not None:
         identity = kv_identity(options, path)

@@ -705,6 +705,11 @@ def test_without_a_folder_no_weights_are_hashed(model, monkeypatch):
         pass
 
 
+def test_host_memory_holds_a_piece_at_least(model):
+    with pytest.raises(ConfigError, match="host_kv is 4KiB, and 512 tokens"):
+        LLM(model, host_kv="4KiB", **OPTIONS)
+
+
 def test_a_broken_link_beside_the_weights_is_no_weight(model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model, folder)

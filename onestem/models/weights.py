@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
+from onestem.garbage import give_holes_back
 from onestem.models.builder import Builder
 from onestem.models.checkpoint import open_checkpoint, with_own_head
 from onestem.models.config import ModelConfig
@@ -73,7 +74,9 @@ def load_decoder(
         )
     products = target_of(tensors, dtype, target, deterministic=deterministic)
     source = open_checkpoint(path, tensors, dtype, target, kept_by(products, quantization))
-    return Builder(tensors, source, products, quantization).decoder()
+    decoder = Builder(tensors, source, products, quantization).decoder()
+    give_holes_back()  # of what lay between a file's form and the kept one
+    return decoder
 
 
 def random_decoder(
