@@ -50,10 +50,12 @@ class ChatTemplate:
         """Whether messages of a template of a reranker are a query and a document."""
         return all(re.search(rf"""['"]{role}['"]""", self._source) for role in _ROLES)
 
-    @property
-    def _of_documents(self) -> str | None:
-        """The name of the template for documents, where the model has several; Command R's."""
-        return "rag" if "rag" in (self._hugging_face.chat_template or ()) else None
+    def _which(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What picks a template, where the model has several: Command R has one for documents."""
+        there, tools = self._hugging_face.chat_template, fields.get("tools")
+        has_own = isinstance(there, dict) and "rag" in there
+        is_own = has_own and fields.get("documents") and not tools
+        return {"chat_template": "rag"} if is_own else {"tools": tools}
 
     @cached_property
     def _described(self) -> tuple[Form, bool]:
@@ -214,10 +216,7 @@ class ChatTemplate:
     ) -> str:
         """What the template writes."""
         try:
-            name = (
-                self._of_documents if fields.get("documents") and not fields.get("tools") else None
-            )
-            template = self._hugging_face.get_chat_template(name, fields.get("tools"))
+            template = self._hugging_face.get_chat_template(**self._which(fields))
         except ValueError as error:  # several, and none for this
             raise RequestError(f"the model has no chat template for this: {error}") from error
         return render(
