@@ -62,8 +62,8 @@ class DocumentsPrompt(CompiledPrompt):
 
     @property
     def question(self) -> int:
-        """Where what follows the last document begins: its rows choose."""
-        return self.documents.spans[-1][1]
+        """Where what follows the last document begins, or the last token: its rows choose."""
+        return min(self.documents.spans[-1][1], len(self.ids) - 1)
 
     @property
     def num_repaired(self) -> int:

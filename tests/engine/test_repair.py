@@ -124,6 +124,11 @@ def test_a_repaired_prompt_is_found_again(tiny):
     assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 1
 
 
+def test_a_document_ends_the_prompt(tiny):
+    engine, _ = check(tiny("llama"), [prompt_of((0, 1, 2), 0.5, ()), prompt_of((1, 0), 0.2, ())])
+    assert_idle(engine)
+
+
 def test_several_answers_that_lose_their_memory(tiny):
     orders = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 1, 0))
     requests = [
