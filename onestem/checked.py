@@ -314,9 +314,10 @@ def _any_of(told: Sequence[str]) -> str:
 
 def _range(what: str, schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
-    above = schema.get("exclusiveMinimum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if above is not None:
-        return f"{what} above {above:g}" + (f" and at most {high:g}" if high is not None else "")
+        end = "" if below is None else f" and below {below:g}"
+        return f"{what} above {above:g}" + (f" and at most {high:g}" if high is not None else end)
     if low is not None and high is not None:
         return f"{what} from {_figure(low)} to {_figure(high)}"
     if low is not None:

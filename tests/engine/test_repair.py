@@ -222,6 +222,13 @@ def test_refuses_what_it_cannot(tiny):
     with pytest.raises(RequestError, match="KV memory has"):
         engine.add_request(request_of("0", prompt_of((0, 1, 2, 3), 0.5)))
 
+    with pytest.raises(RequestError, match=r"with repair, .*: leave them, or repair, out"):
+        engine.add_request(request_of("2", prompt_of((0, 1), 0.5), prompt_logprobs=1))
+    with pytest.raises(RequestError, match="or leave repair, or the engine's option"):
+        make_engine(tiny("llama"), deterministic=True).add_request(
+            request_of("3", prompt_of((0, 1), 0.5))
+        )
+
     choices = SamplingParams(choices=["yes", "no"])
     request = replace(request_of("1", prompt_of((0, 1), 0.5)), params=choices)
     with pytest.raises(RequestError, match="leave repair out, or choices"):

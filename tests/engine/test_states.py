@@ -391,6 +391,12 @@ def test_what_states_do_not_go_with_is_refused(tiny, device, options, what):
     check_states(EngineOptions(), config, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("share", [0, 1, -1, float("nan"), "0.5"])
+def test_a_share_of_memory_is_between_none_and_all(share):
+    with pytest.raises(ConfigError, match="expected a number above 0 and below 1"):
+        EngineOptions(state_share=share)
+
+
 @pytest.mark.parametrize(("share", "states"), [(0.5, 5), (0.8, 8), (0.2, 2)])
 def test_a_share_of_kv_memory_is_for_states(share, states):
     options = EngineOptions(state_share=share, page_size=4)

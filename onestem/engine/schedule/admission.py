@@ -89,8 +89,8 @@ def check_request(
         request.score_from is not None or request.params.prompt_logprobs is not None
     ):
         raise RequestError(
-            "prompt_logprobs and score_from are not available for prompts in PML: their modules "
-            "are not computed for each prompt"
+            "prompt_logprobs and score_from are not available for prompts in PML or with repair, "
+            "whose modules are computed apart: leave them, or repair, out"
         )
     if request.documents is not None and (request.paths or request.params.choices):
         raise RequestError(
@@ -124,7 +124,7 @@ def check_modules(config: ModelConfig) -> None:
     if config.delta is not None:
         raise RequestError(
             f"{config.architecture} keeps recurrent states, which cannot be put together of "
-            "modules: give the prompt's text, or take a model with attention in all layers"
+            "modules: give text and no repair, or take a model with attention in all layers"
         )
 
 
@@ -151,8 +151,8 @@ def check_pml(
     check_modules(config)
     if deterministic:
         raise RequestError(
-            "a prompt in PML cannot be deterministic yet: give its text, or leave the engine's "
-            "option deterministic out"
+            "a prompt in PML or with repair cannot be deterministic yet: give its text, or leave "
+            "repair, or the engine's option deterministic, out"
         )
     if ranks > 1 and isinstance(compiled, DocumentsPrompt) and compiled.documents.repair:
         raise RequestError(
