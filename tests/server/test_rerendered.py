@@ -48,13 +48,13 @@ def told(caplog):
 def test_a_prompt_is_rendered_once(serve, monkeypatch):
     """Also where calls are held to their schemas, which asks how the prompt ends."""
     rendered = []
-    render = Tokenizer.apply_chat_template
+    render = Tokenizer.chat
 
     def counted(tokenizer, messages, *given, **how):
         rendered.append(messages[-1]["content"])
         return render(tokenizer, messages, *given, **how)
 
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", counted)
+    monkeypatch.setattr(Tokenizer, "chat", counted)
     tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {}}}
     body = {
         "messages": [{"role": "user", "content": "Once?"}],

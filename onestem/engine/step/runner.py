@@ -364,8 +364,8 @@ class Runner:
 
     def _moved(self, inputs: StepInputs) -> MovedRows | None:
         """The moved rows of a step; None: there are none."""
-        plan = next(iter(inputs.plans.values()))
-        if not len(plan.moved):
+        plan = next(iter(inputs.plans.values()), None)
+        if plan is None or not len(plan.moved):
             return None
         positions = self.on_device(plan.moved_position.astype(np.int64))
         return MovedRows(

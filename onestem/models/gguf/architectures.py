@@ -82,15 +82,6 @@ NAMES: dict[Role, str] = {
     Role.SHARED_UP: "ffn_up_shexp",
     Role.SHARED_DOWN: "ffn_down_shexp",
     Role.SHARED_FACTOR: "ffn_gate_inp_shexp",
-    Role.DELTA_QKV: "attn_qkv",
-    Role.DELTA_Z: "attn_gate",
-    Role.DELTA_B: "ssm_beta",
-    Role.DELTA_A: "ssm_alpha",
-    Role.DELTA_FILTER: "ssm_conv1d",
-    Role.DELTA_DECAY: "ssm_a",
-    Role.DELTA_STEP: "ssm_dt",
-    Role.DELTA_NORM: "ssm_norm",
-    Role.DELTA_OUTPUT: "ssm_out",
 }
 
 _COMMON = {
@@ -119,6 +110,18 @@ _DELTA = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
+}
+_DELTA_NAMES = {
+    Role.DELTA_QKV: "attn_qkv",
+    Role.DELTA_Z: "attn_gate",
+    Role.DELTA_B: "ssm_beta",
+    Role.DELTA_A: "ssm_alpha",
+    Role.DELTA_FILTER: "ssm_conv1d",
+    Role.DELTA_DECAY: "ssm_a",
+    Role.DELTA_STEP: "ssm_dt",
+    Role.DELTA_NORM: "ssm_norm",
+    Role.DELTA_OUTPUT: "ssm_out",
+    Role.POST_NORM: "post_attention_norm",
 }
 _DELTA_EXPERTS = {
     **{theirs: ours for theirs, ours in _EXPERTS.items() if theirs != "feed_forward_length"},
@@ -304,7 +307,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _delta,
         tiled=True,
         partial=True,
-        names={Role.POST_NORM: "post_attention_norm"},
+        names=_DELTA_NAMES,
     ),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM",
@@ -312,7 +315,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _delta,
         tiled=True,
         partial=True,
-        names={Role.POST_NORM: "post_attention_norm"},
+        names=_DELTA_NAMES,
     ),
     # Its files hold q, k and v apart from z, as those of Qwen3.5 do.
     "qwen3next": Architecture(
@@ -320,11 +323,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _DELTA_EXPERTS,
         _delta,
         partial=True,
-        names={
-            Role.POST_NORM: "post_attention_norm",
-            Role.DELTA_B: "ssm_ba",
-            Role.DELTA_A: "ssm_ba",
-        },
+        names={**_DELTA_NAMES, Role.DELTA_B: "ssm_ba", Role.DELTA_A: "ssm_ba"},
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
@@ -346,7 +345,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GptOssForCausalLM",
         {**_EXPERTS, **_WINDOWS},
         _gpt_oss,
-        names={Role.POST_NORM: "post_attention_norm"},
+        names=_DELTA_NAMES,
     ),
     "falcon": Architecture(
         "FalconForCausalLM",
