@@ -14,6 +14,7 @@ lab/results/repair-MODEL.json.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 from onestem import LLM
 from onestem.pml import Documents
 from onestem.request import ONE_TOKEN, Request, RequestOutput, SamplingParams
-from onestem_lab.results import RESULTS, hardware, write
+from onestem_lab.results import RESULTS, machine, write
 
 HEAD, TOKENS, QUESTION = 40, 1000, 50
 
@@ -162,10 +163,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="else lab/results/repair-MODEL.json")
     options = parser.parse_args()
     result: dict[str, Any] = {
+        "command": " ".join(["python -m onestem_lab.repair", *sys.argv[1:]]),
         "model": options.model,
         "dtype": options.dtype,
         "repair": options.repair,
-        "hardware": hardware(options.device),
+        "machine": machine(),
     }
     for name, part in parts(options):
         result[name] = part

@@ -11,13 +11,14 @@ computed. Written to lab/results/modules-answers.json.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from onestem import LLM, SamplingParams
 from onestem_lab.modules import questions, real
-from onestem_lab.results import RESULTS, hardware, write
+from onestem_lab.results import RESULTS, machine, write
 
 SETS = {"written": questions.questions, "real": real.questions}
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -65,9 +66,10 @@ def main() -> None:
         options.model, dtype=options.dtype, device=options.device, kv_memory=options.kv_memory
     )
     result: dict[str, Any] = {
+        "command": " ".join(["python -m onestem_lab.modules.answers", *sys.argv[1:]]),
         "model": options.model.name,
         "dtype": options.dtype,
-        "hardware": hardware(options.device),
+        "machine": machine(),
     }
     for name in options.sets:
         asked = list(SETS[name](range(options.prompts)))
