@@ -27,6 +27,8 @@ Schemas = Annotated[
         "--schema", metavar="FILE", help="Its schema (default: the *.xml beside it that holds it)."
     ),
 ]
+SHARES = (0.1, 0.2, 0.5)
+WRITTEN = 64  # chats
 MaxTokens = Annotated[int, typer.Option(help="Maximum tokens of an answer.")]
 
 
@@ -194,6 +196,43 @@ def compare(
         else:
             lines = list(summary_lines(str(path), told))
         typer.echo("\n".join(lines))
+
+
+@app.command("check-model")
+@options.with_options
+def check_model(
+    context: typer.Context,
+    engine: EngineOptions,
+    name: options.Model = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="PROMPTS", help="Chats as lines (default: written).")
+    ] = None,
+    shares: Annotated[
+        list[float] | None,
+        typer.Option("--repair", help="A share (default: 0.1, 0.2 and 0.5).", min=0, max=0.99),
+    ] = None,
+    max_tokens: MaxTokens = 32,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON line per chat, then all.")
+    ] = False,
+) -> None:
+    """Answer chats with their documents repaired, and whole, and say which to use.
+
+    Lines are {"messages": [...], "documents": [...], "answer": TEXT}, judged as those of compare.
+    Nats say how much more probable each token of the whole prompt's answer is.
+    """
+    from onestem.cli.pml_check_model import ask_all, read_asked, written
+    from onestem.cli.pml_questions import summary, summary_lines
+
+    asked = [*written(WRITTEN)] if file is None else read_asked(file)
+    llm = options.load_llm(options.named_model(context, engine, name))
+    each = ask_all(llm, asked, shares or SHARES, max_tokens)
+    told = {"model": llm.name, **summary(each)}
+    if as_json:
+        lines = [json.dumps(one, ensure_ascii=False) for one in (*each, told)]
+    else:
+        lines = list(summary_lines(llm.name, told))
+    typer.echo("\n".join(lines))
 
 
 @app.command("encode")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onestem.batch.lines import lines_of, open_file, unseen
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from onestem.llm import LLM
 
 CHANCE = 0.05
-FEW = 30  # questions; fewer show large differences alone
+FEW = 30  # right answers; fewer show large losses alone
 
 
 class Question(NamedTuple):
@@ -68,8 +69,8 @@ def ask_all(
     params: SamplingParams,
     schemas: list[Path] | None,
 ) -> list[dict[str, Any]]:
-    """Facts of each question, for JSON: its text in each isolation, whether that is right (it has
-    the answer in it, in any case), and how many prompt tokens were computed for it."""
+    """Facts of each question, for JSON: its text in each isolation, and how many prompt tokens were
+    computed for it."""
     prompts = [question.prompt for question in questions]
     for prompt in {prompt.schema: prompt for prompt in prompts}.values():
         load_library(llm, path, prompt, schemas)
@@ -82,31 +83,35 @@ def ask_all(
         for one, output in zip(facts, outputs, strict=True):
             one["texts"][isolation] = output.outputs[0].text
             one["computed_tokens"][isolation] = output.metrics.num_computed_tokens
-    for one in facts:
-        if (answer := one["answer"]) is not None:
-            one["right"] = {
-                isolation: answer.lower() in text.lower()
-                for isolation, text in one["texts"].items()
-            }
-    return facts
+    return [marked(one) for one in facts]
+
+
+def marked(one: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a question with whether each text is right: it has the answer in it, in any case."""
+    if (answer := one["answer"]) is not None:
+        one["right"] = {mode: answer.lower() in text.lower() for mode, text in one["texts"].items()}
+    return one
 
 
 def summary(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of each isolation, and the verdict.
+    """Counts of each mode, and the verdict. The first mode is what others are compared with.
 
-    `lost` are questions that `off` has right and this isolation has not, `won` the others of which
-    one alone is right. `chance` is the probability of as many losses or more among them if both
+    `lost` are questions that it has right and this mode has not, `won` the others of which one
+    alone is right. `chance` is the probability of as many losses or more among them if both
     were equally good (a sign test).
     """
     known = [one for one in facts if one["answer"] is not None]
     modes: dict[str, dict[str, Any]] = {}
-    for isolation in facts[0]["texts"]:
-        modes[isolation] = counts = {
-            "computed_tokens": sum(one["computed_tokens"][isolation] for one in facts),
-            "equal_to_off": sum(one["texts"][isolation] == one["texts"]["off"] for one in facts),
+    base = next(iter(facts[0]["texts"]))
+    for mode in facts[0]["texts"]:
+        modes[mode] = counts = {
+            "computed_tokens": sum(one["computed_tokens"][mode] for one in facts),
+            f"equal_to_{base}": sum(one["texts"][mode] == one["texts"][base] for one in facts),
         }
+        if "logprobs" in facts[0]:
+            counts["logprob"] = fmean(one["logprobs"][mode] for one in facts)
         if known:
-            marks = [(one["right"]["off"], one["right"][isolation]) for one in known]
+            marks = [(one["right"][base], one["right"][mode]) for one in known]
             lost, won = marks.count((True, False)), marks.count((False, True))
             tail = sum(comb(lost + won, count) for count in range(lost, lost + won + 1))
             counts |= {"right": sum(mark for _, mark in marks), "lost": lost, "won": won}
@@ -116,38 +121,47 @@ def summary(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _verdict(told: Mapping[str, Any]) -> str:
-    off, *cached = told["modes"].items()
+    (base, whole), *cached = told["modes"].items()
+    equal = f"equal_to_{base}"
     count, known = told["questions"], told["with_answers"]
     if not known:
-        name, best = max(cached, key=lambda mode: mode[1]["equal_to_off"])
-        if best["equal_to_off"] == count:
-            return f"use {name}: all {count} answers are those of off"
+        name, best = max(cached, key=lambda mode: mode[1][equal])
+        if best[equal] == count:
+            return f"use {name}: all {count} answers are those of {base}"
         return (
-            f"use off, unless other answers are as good: {name} has off's text in "
-            f'{best["equal_to_off"]} of {count}; with "answer" in the lines, right ones are counted'
+            f"use {base}, unless other answers are as good: {name} has {base}'s text in "
+            f'{best[equal]} of {count}; with "answer" in the lines, right ones are counted'
         )
-    few = f"; {known} questions show large losses alone, ask {FEW} or more" if known < FEW else ""
+    if not whole["right"]:
+        return f"no verdict: {base} has none of {known} right; ask what the model can answer"
+    few = (
+        ""
+        if whole["right"] >= FEW
+        else (f"; {whole['right']} right answers show large losses alone, ask for {FEW} or more")
+    )
     kept = [mode for mode in cached if mode[1]["chance"] >= CHANCE]
     if kept:
         name, best = max(kept, key=lambda mode: mode[1]["right"])
         return (
-            f"use {name}: {best['right']} of {known} right, off {off[1]['right']}, a difference "
+            f"use {name}: {best['right']} of {known} right, {base} {whole['right']}, a difference "
             f"that chance explains{few}"
         )
     name, best = max(cached, key=lambda mode: mode[1]["right"])
     return (
-        f"use off: {name} loses {best['lost']} right answers of off's {off[1]['right']} and wins "
-        f"{best['won']}, more than chance explains{few}"
+        f"use {base}: {name} loses {best['lost']} right answers of {base}'s {whole['right']} and "
+        f"wins {best['won']}, more than chance explains{few}"
     )
 
 
 def summary_lines(name: str, told: Mapping[str, Any]) -> Iterator[str]:
     """`summary`, for people."""
     yield f"{name}: {told['questions']} questions, {told['with_answers']} with answers"
-    for isolation, counts in told["modes"].items():
+    base = next(iter(told["modes"]))
+    for mode, counts in told["modes"].items():
         right = f"{counts['right']} right, " if "right" in counts else ""
+        nats = f"{counts['logprob']:+.3f} nats per token, " if "logprob" in counts else ""
         yield (
-            f"  {isolation:9} {right}{counts['equal_to_off']} with the text of off, "
+            f"  {mode:9} {right}{counts[f'equal_to_{base}']} with the text of {base}, {nats}"
             f"{counts['computed_tokens']} prompt tokens computed"
         )
     yield told["verdict"]
