@@ -160,7 +160,7 @@ def _keep_below(engine: Engine, path: Path) -> None:
     size = options.tensor_parallel_size
     host = parse_memory(options.host_kv) // size
     piece = PIECE_TOKENS * engine.weights.decoder.kv_bytes_per_token
-    if 0 < host < piece:
+    if options.disk_kv is None and 0 < host < piece:  # reading files takes more anyway
         raise ConfigError(
             f"host_kv is {options.host_kv}, and {PIECE_TOKENS} tokens, which are kept together, "
             f"take {size * piece} bytes: give at least these, or 0"
