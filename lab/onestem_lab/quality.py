@@ -23,13 +23,9 @@ from typing import Any, NamedTuple
 
 from onestem import LLM, SamplingParams
 from onestem.pml import ISOLATIONS, Import, Module, Prompt, Role, Schema
+from onestem_lab.modules.questions import NAMES, SYSTEM, VALUES
 from onestem_lab.results import RESULTS, hardware, write
 
-NAMES = (
-    "Marie", "John", "Ahmed", "Yuki", "Olga", "Pedro", "Fatima", "Lars", "Chen", "Amara",
-    "Nina", "Tom", "Ravi", "Elena", "Kofi", "Sara", "Anna", "Paul", "Omar", "Hana", "Ivan",
-    "Rosa", "Leila", "Nils", "Ling", "Zola", "Eva", "Sam", "Arjun", "Sofia", "Kwame", "Julia",
-)  # fmt: skip
 FACTS = {
     "city": ("{name} lives in {value}.", "In which city does {name} live?"),
     "job": ("{name} works as a {value}.", "What is the job of {name}?"),
@@ -37,14 +33,6 @@ FACTS = {
     "food": ("The favourite food of {name} is {value}.", "What is the favourite food of {name}?"),
     "colour": ("{name} drives a {value} car.", "Which colour is the car of {name}?"),
     "month": ("The birthday of {name} is in {value}.", "In which month was {name} born?"),
-}
-VALUES = {
-    "city": "Lyon Boston Cairo Osaka Moscow Lima Rabat Oslo Beijing Lagos Berlin Delhi",
-    "job": "baker teacher doctor engineer farmer painter pilot nurse tailor sailor",
-    "pet": "dog cat parrot rabbit turtle hamster goat horse",
-    "food": "rice bread soup cheese honey pasta salad fish",
-    "colour": "red blue green black white yellow silver brown",
-    "month": "January February March April May June July August September October",
 }
 FILLERS = (
     "The neighbours say that {name} is kind and always on time.",
@@ -55,7 +43,6 @@ FILLERS = (
     "When it rains, {name} stays at home and listens to the radio.",
 )
 LIBRARIES, DOCUMENTS, IMPORTED, QUESTIONS = 20, 6, 2, 15
-SYSTEM = "Answer the question about the documents in a few words."
 ANSWER = SamplingParams(temperature=0.0, max_tokens=24)
 
 FORMATS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onestem.batch.lines import lines_of, open_file, unseen
-from onestem.checked import Object, check
-from onestem.cli.pml_questions import marked
-from onestem.errors import ConfigError, RequestError
-from onestem.openai.read import read_object
+from onestem.checked import Object
+from onestem.cli.pml_questions import marked, read_lines
+from onestem.errors import RequestError
 from onestem.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -56,23 +54,14 @@ def read_asked(path: Path) -> list[Asked]:
         RequestError: with the line, if one is something else, or has nothing to repair.
     """
     found = []
-    with open_file(path) as file:
-        for number, raw in lines_of(file, unseen):
-            if isinstance(raw, Exception):
-                raise raw
-            place = f"{path}:{number}"
-            line = check(Line, read_object(raw, place), place)
-            if len(line.documents) < 2:
-                raise RequestError(
-                    f"{place}: documents are {len(line.documents)}, expected 2 at least: the first "
-                    "one is never repaired"
-                )
-            found.append(Asked(place, line.messages, line.documents, line.answer))
-    if not found:
-        raise ConfigError(
-            f"{path} holds no chat: a line of it is "
-            "{'messages': [...], 'documents': [...], 'answer': ...}"
-        )
+    told = "chat: a line of it is {'messages': [...], 'documents': [...], 'answer': ...}"
+    for place, line in read_lines(path, Line, told):
+        if len(line.documents) < 2:
+            raise RequestError(
+                f"{place}: documents are {len(line.documents)}, expected 2 at least: the first "
+                "one is never repaired"
+            )
+        found.append(Asked(place, line.messages, line.documents, line.answer))
     return found
 
 

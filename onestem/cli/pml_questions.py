@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from onestem.batch.lines import lines_of, open_file, unseen
 from onestem.checked import Object, check
@@ -20,6 +20,7 @@ from onestem.request import SamplingParams
 if TYPE_CHECKING:
     from onestem.llm import LLM
 
+_Line = TypeVar("_Line", bound=Object)
 CHANCE = 0.05
 FEW = 30  # right answers; fewer show large losses alone
 
@@ -46,19 +47,29 @@ def read_questions(path: Path) -> list[Question]:
         ConfigError: there is none.
         RequestError: with the line, if one is something else.
     """
-    found = []
+    told = "question: a line of it is {'pml': ..., 'answer': ...}"
+    return [
+        Question(place, parse_prompt(line.pml, file=place), line.answer)
+        for place, line in read_lines(path, Line, told)
+    ]
+
+
+def read_lines(path: Path, kind: type[_Line], told: str) -> Iterator[tuple[str, _Line]]:
+    """The lines of a JSONL file, each with its place.
+
+    Raises:
+        ConfigError: the file has none: it holds no `told`.
+        RequestError: with the line, if one is something else.
+    """
+    place = None
     with open_file(path) as file:
         for number, raw in lines_of(file, unseen):
             if isinstance(raw, Exception):
                 raise raw
             place = f"{path}:{number}"
-            line = check(Line, read_object(raw, place), place)
-            found.append(Question(place, parse_prompt(line.pml, file=place), line.answer))
-    if not found:
-        raise ConfigError(
-            f"{path} holds no question: a line of it is {{'pml': ..., 'answer': ...}}"
-        )
-    return found
+            yield place, check(kind, read_object(raw, place), place)
+    if place is None:
+        raise ConfigError(f"{path} holds no {told}")
 
 
 def ask_all(

@@ -87,7 +87,7 @@ async def prepare(
         call = await _call(service, asked, tenant, prefix, ids, arrived)
         del asked, ids, raw
     first = call.requests[0]
-    if any((first.params.response_format, first.pml, first.documents)):
+    if first.params.response_format is not None or first.pml is not None:
         await _validate(service.client, call)
     if first.pml is not None:
         service.schemas.prefetch(tenant, first.pml, first.module_salt)
