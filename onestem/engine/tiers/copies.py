@@ -24,7 +24,7 @@ from onestem.engine.tiers.arena import PinnedArena
 
 __all__ = ["Copied", "KvCopies", "Part", "copies_of"]
 
-BUS_BYTES = 16 << 20  # a third of a millisecond on the bus, for which a step's inputs wait
+BUS_BYTES = 4 << 20  # 0.08 ms on the bus, for which each of a step's inputs waits
 PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
 
 _BITS = {2: np.int16, 4: np.int32}
