@@ -27,10 +27,10 @@ _CONV_BLOCK = 256  # channels of a program
 _CONV_ROWS = 8
 _NORM_HEADS = 4
 _GATE_BLOCK = 256
-# Columns of a state in a program, and its warps: of few rows, and of chunks.
-_FEW_COLUMNS, _FEW_WARPS = 32, 4
+# Columns of a state in a program, and its warps: of few rows, and of chunks. With 8 warps and rows
+# of float32 ptxas 12.8 makes addresses of shared memory from registers that hold other values.
+_FEW_COLUMNS, _FEW_WARPS, _WITHIN_WARPS = 32, 4, 4
 _SCAN_COLUMNS, _SCAN_WARPS, _SCAN_STAGES = (64, 32, 16), 4, 2
-_WITHIN_WARPS = 4
 _EPS: tl.constexpr = tl.constexpr(NORM_EPS)
 _FEW: tl.constexpr = tl.constexpr(FEW_ROWS)
 
@@ -494,7 +494,7 @@ class TritonDelta(DeltaOps):
                 LEVELS=CHUNK.bit_length() - 1,
                 DK=block,
                 PRECISION=precision,
-                num_warps=8 if wide else _WITHIN_WARPS,
+                num_warps=_WITHIN_WARPS,
                 **options,
             )
             columns = _scan_columns(len(rows.scans) * heads, dv, v.device)
@@ -517,7 +517,7 @@ class TritonDelta(DeltaOps):
                 COLUMNS=columns,
                 STAGES=1 if wide else _SCAN_STAGES,
                 PRECISION=precision,
-                num_warps=8 if wide else _SCAN_WARPS,
+                num_warps=_SCAN_WARPS,
                 **options,
             )
         return out
