@@ -118,9 +118,26 @@ def test_rows_see_each_segment_once_and_in_order(seed: int, programs: int) -> No
 def test_few_states_share_and_cut_nothing() -> None:
     plan = random_plan(0)
     assert made(plan, tile_rows=4, programs=4000).num_states > 0
-    work = made(plan, tile_rows=4, programs=4000, max_states=1)
-    assert work.num_states == 0
-    assert len(np.unique(work.rows)) == len(work.rows) == plan.num_rows
+    for few_rows in (0, 2):
+        work = made(plan, tile_rows=4, programs=4000, few_rows=few_rows, max_states=1)
+        assert work.num_states == 0
+        assert len(np.unique(work.rows)) == len(work.rows) == plan.num_rows
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_narrow_items_have_few_rows_and_one_segment(seed: int) -> None:
+    plan = random_plan(seed)
+    work = made(plan, tile_rows=8, few_rows=2)
+    items = walked(work)
+    narrow, wide = items[: len(items) - work.num_wide], items[len(items) - work.num_wide :]
+    for rows, _, entries in narrow:
+        tokens = entries[[0, -1], [LO, HI]] + entries[[0, -1], POSITION]
+        assert len(rows) <= 2
+        assert np.ptp(segment_of(tokens - [0, 1])) == 0
+    assert all(len(rows) > 2 for rows, _, _ in wide)
+    # With room for the states of shared items alone, single rows' are not cut.
+    fewer = made(plan, tile_rows=8, max_states=made(plan, tile_rows=8).num_states, few_rows=2)
+    assert work.num_states == fewer.num_states or fewer.num_wide > work.num_wide
 
 
 @pytest.mark.parametrize("length", [10, 128, 200, 511, 600])
@@ -132,6 +149,10 @@ def test_it_grows_to_the_end_of_a_segment(length: int) -> None:
     plan = builder.build(np.array([length - 1]))
     whole, cut = made(plan), made(plan, programs=1000)
     assert whole.room == 2**31
+    assert (
+        made(plan, few_rows=1).room
+        == int(segment_start(segment_of(np.array(length - 1)) + 1)) - length
+    )
     end = int(segment_start(segment_of(np.array(length - 1)) + 1))
     assert cut.room == (end - length if length > 128 else 2**31)
 

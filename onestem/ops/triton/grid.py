@@ -3,10 +3,13 @@
 `grid_kernel` walks the items of `ops.work.grid` in tiles that lie at multiples of their size, from
 nothing in each segment, and folds the segments' states from left to right. `fold_kernel` goes on
 where a row's segments are in several items: states are not normalised, and folded by the same
-operations. A tile that a row does not see leaves its state's bits alone. All items have tiles of
-one shape, so that a row's products and sums are the same instructions whatever is beside it. No
-operations are contracted but those that are written as `fma`: the compiler might do so in one place
-and not in another.
+operations. A tile that a row does not see leaves its state's bits alone. All tiles have as many
+tokens and one order of sums, so that a row's bits are the same whatever is beside it. No operations
+are contracted but those that are written as `fma`: the compiler might do so in one place and not in
+another.
+
+Items of few queries wait for memory, so they have a form of their own where a device's products
+allow that: one warp for each, of which a multiprocessor holds many. It walks one segment.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from onestem.ops.work.grid import FIRST_SEGMENT, FIRST_TO, SEGMENT
 
 _SEGMENT, _FIRST = tl.constexpr(SEGMENT), tl.constexpr(FIRST_SEGMENT)
 _FIRST_TO = tl.constexpr(FIRST_TO)
+FEW_QUERIES = 16  # rows of one warp's products
 
 
 @triton.jit
@@ -109,10 +113,11 @@ def _walk_item(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    FEW: tl.constexpr,
     HEAD_MAJOR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk one item for one KV head."""
+    """Walk one item for one KV head. FEW: it is in one segment, and all tiles are masked."""
     EXACT: tl.constexpr = inputs.q.dtype.element_ty == tl.float32
     num_walk = tl.load(record + W.NUM_WALK)
     more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
@@ -121,6 +126,7 @@ def _walk_item(
     row_start, j, q_head, used, d, inside, row, at, query, position, slope = _item_rows(
         control, record, head, inputs, BLOCK_M, FORM
     )
+    dest = tl.load(control + tl.load(control + W.AT_DEST) + row_start + j, mask=used, other=-1)
     oldest = position
     if FORM.windowed:
         oldest = position - tl.load(control + W.WINDOW) + 1
@@ -142,29 +148,31 @@ def _walk_item(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    old_top, old_weights, old_total = top, weights, total
+    if not FEW:
+        old_top, old_weights, old_total = top, weights, total
     while start < stop:
-        # Whole tiles of one entry that all rows see.
-        whole = tl.minimum(until, clear_hi) // BLOCK_N * BLOCK_N
-        whole = tl.where(start >= clear_lo, whole, start)
-        begin_x = tl.maximum(start, begin) - base
-        x, page = _locate(pages, begin_x, until - base, FORM.page_size, BLOCK_N)
-        for tile in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
-            # Page ids are read one tile ahead of the keys, outside the chain of the loads.
-            next_x, next_page = _locate(
-                pages, tile + BLOCK_N - base, until - base, FORM.page_size, BLOCK_N
-            )
-            old_top, old_weights, old_total, top, weights, total = _at_border(
-                tile, first, old_top, old_weights, old_total, top, weights, total, EXACT
-            )
-            top, weights, total = _attend_tile(
-                query, top, weights, total, x, page, tile, stop, view, head, inputs, BLOCK_N,
-                False, HEAD_MAJOR, FORM,
-            )  # fmt: skip
-            x, page = next_x, next_page
-        start = tl.maximum(start, whole)
+        if not FEW:
+            # Whole tiles of one entry that all rows see.
+            whole = tl.minimum(until, clear_hi) // BLOCK_N * BLOCK_N
+            whole = tl.where(start >= clear_lo, whole, start)
+            begin_x = tl.maximum(start, begin) - base
+            x, page = _locate(pages, begin_x, until - base, FORM.page_size, BLOCK_N)
+            for tile in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+                # Page ids are read one tile ahead of the keys, outside the chain of the loads.
+                next_x, next_page = _locate(
+                    pages, tile + BLOCK_N - base, until - base, FORM.page_size, BLOCK_N
+                )
+                old_top, old_weights, old_total, top, weights, total = _at_border(
+                    tile, first, old_top, old_weights, old_total, top, weights, total, EXACT
+                )
+                top, weights, total = _attend_tile(
+                    query, top, weights, total, x, page, tile, stop, view, head, inputs, BLOCK_N,
+                    False, HEAD_MAJOR, FORM,
+                )  # fmt: skip
+                x, page = next_x, next_page
+            start = tl.maximum(start, whole)
         if start < stop:
-            # A tile of several entries, or one that not all rows see whole.
+            # A tile of several entries, or one that not all rows see; FEW: those after it too.
             token = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK_N), begin), stop - 1)
             x = token - base
             while until < tl.minimum(start + BLOCK_N, stop):
@@ -173,20 +181,31 @@ def _walk_item(
                 index += 1
                 x = tl.where(token >= before, token - base, x)
             page = tl.load(pages + x // FORM.page_size)
-            old_top, old_weights, old_total, top, weights, total = _at_border(
-                start, first, old_top, old_weights, old_total, top, weights, total, EXACT
-            )
-            top, weights, total = _attend_tile(
-                query, top, weights, total, x, page, start, stop, view, head, inputs, BLOCK_N,
-                True, HEAD_MAJOR, FORM,
-            )  # fmt: skip
-            start += BLOCK_N
+            end = start + BLOCK_N
+            if FEW:
+                end = tl.where(until < stop, tl.maximum(end, until // BLOCK_N * BLOCK_N), stop)
+            for tile in tl.range(start, end, BLOCK_N, num_stages=STAGES if FEW else 1):
+                next_x, next_page = x, page
+                if FEW:
+                    next_x, next_page = _locate(
+                        pages, tile + BLOCK_N - base, until - base, FORM.page_size, BLOCK_N
+                    )
+                if not FEW:
+                    old_top, old_weights, old_total, top, weights, total = _at_border(
+                        tile, first, old_top, old_weights, old_total, top, weights, total, EXACT
+                    )
+                top, weights, total = _attend_tile(
+                    query, top, weights, total, x, page, tile, stop, view, head, inputs, BLOCK_N,
+                    True, HEAD_MAJOR, FORM,
+                )  # fmt: skip
+                x, page = next_x, next_page
+            start = end
         if (until <= start) & (start < stop):
             base, until, clear_lo, clear_hi = _entry_at(more + index * W.ENTRY)
             index += 1
-    top, weights, total = _fold(old_top, old_weights, old_total, top, weights, total, EXACT)
+    if not FEW:
+        top, weights, total = _fold(old_top, old_weights, old_total, top, weights, total, EXACT)
 
-    dest = tl.load(control + tl.load(control + W.AT_DEST) + row_start + j, mask=used, other=-1)
     factor, log_sum = _result(top, weights, EXACT)
     is_final = used & (dest < 0)
     tl.store(
@@ -220,32 +239,43 @@ def grid_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    FEW: tl.constexpr,
+    BESIDE: tl.constexpr,
     HEAD_MAJOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk all items, each for every KV head. A program's first work has the program's number; the
-    next ones come from a counter. DEPENDENT: the launch after this one may begin at once."""
+    """Walk all items of the widest tiles (WIDE) or all others, each for every KV head. A program's
+    first work has the program's number; the next ones come from a counter.
+
+    DEPENDENT: the launch after this one may begin at once. BESIDE: so did this one, while the one
+    before it was running, and it ends after that.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
     inputs = _Inputs(q, k, v, out, lse, part_out, part_top, slopes, scale, softcap)
     records = control + tl.load(control + W.AT_RECORDS)
-    num_works = tl.load(control + W.NUM_NARROW) * FORM.num_kv_heads
+    if WIDE:
+        records += tl.load(control + W.NUM_NARROW) * W.RECORD
+    num_works = tl.load(control + WIDE) * FORM.num_kv_heads
     work = tl.program_id(0)
     while work < num_works:
         record = records + (work // FORM.num_kv_heads) * W.RECORD
         _walk_item(
             control, record, work % FORM.num_kv_heads, inputs, part_weights, BLOCK_M, BLOCK_N,
-            STAGES, HEAD_MAJOR, FORM,
+            STAGES, FEW, HEAD_MAJOR, FORM,
         )  # fmt: skip
         if num_works > tl.num_programs(0):
-            taken = tl.atomic_add(control + W.QUEUE, 1)
+            taken = tl.atomic_add(control + W.QUEUE + WIDE, 1)
             work = tl.num_programs(0) + taken
             # One addition follows each work, so the last one can reset the counter.
             if taken == num_works - 1:
-                tl.store(control + W.QUEUE, 0)
+                tl.store(control + W.QUEUE + WIDE, 0)
         else:
             work = num_works
+    if BESIDE:
+        gdc_wait()
 
 
 @triton.jit
@@ -299,8 +329,13 @@ def fold_kernel(
         row, first, parts = next_row, next_first, next_parts
 
 
-def grid_config(dtype: torch.dtype, head_dim: int, group: int) -> KernelConfig:
-    """The shape of all tiles for heads of a size. Tiles of tokens divide segments."""
+def grid_config(dtype: torch.dtype, head_dim: int, group: int, few: bool) -> KernelConfig:
+    """The shapes of tiles for heads of a size. Tiles of tokens divide segments.
+
+    few: items of up to 16 queries may have a form of their own: on this device the products of one
+    warp (`mma.sync`) have the bits of those of four. A warp sums a row's weights in the same order:
+    each thread its two of every eight tokens, then the four threads of a row.
+    """
     wide = head_dim > 128
     if dtype == torch.float32:  # what is not multiplied by tensor cores takes its time by rows
         rows, tokens, stages = 16, 16 if wide else 32, 1 if wide else 2
@@ -311,4 +346,9 @@ def grid_config(dtype: torch.dtype, head_dim: int, group: int) -> KernelConfig:
     rows = max(rows, 1 << (group - 1).bit_length())
     warps = 8 if rows > 64 or head_dim > (256 if dtype == torch.float32 else 128) else 4
     programs = 2 if warps == 4 else 1
-    return KernelConfig((Tile(rows, tokens),), (stages,), (warps, warps), (programs, programs))
+    tile = Tile(rows, tokens)
+    if few and dtype != torch.float32 and rows == 64 and warps == 4 and group <= FEW_QUERIES:
+        beside = 6 if head_dim > 64 else 8  # that have room for one tile of keys and values each
+        narrow = Tile(FEW_QUERIES, tokens)
+        return KernelConfig((narrow, tile), (2, stages), (1, warps), (beside, programs))
+    return KernelConfig((tile,), (stages,), (warps, warps), (programs, programs))

@@ -101,7 +101,8 @@ class Kernels:
         hopper = takes_hopper(device, dtype, num_kv_heads, head_dim, page_size)
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
         if deterministic:
-            config = config or grid_config(dtype, head_dim, group)
+            few = has_hopper or device.type == "cpu"
+            config = config or grid_config(dtype, head_dim, group, few)
             return GridKernels(*shape, config, num_sms, windowed, False, has_hopper)
         if config is None:
             config, _ = load_config(name, dtype, head_dim, group, hopper, _memory_rate(device))
@@ -309,22 +310,23 @@ class Kernels:
 
 @dataclass(frozen=True)
 class GridKernels(Kernels):
-    """The kernels of `ops.triton.grid`: items of one tile, cut on a grid of positions."""
+    """The kernels of `ops.triton.grid`: items cut on a grid of positions."""
 
     def may_be_wide(self, num_rows: int) -> bool:
-        """See `Kernels`."""
-        return False
+        """See `Kernels`. Without room for states, a row's segments are an item of the widest."""
+        return len(self.config.tiles) > 1
 
     def _make_list(
         self, plan: AttentionPlan, choice: KeptChoice, *, share: bool, **limits: int | None
     ) -> WorkList:
-        (tile,) = self.config.tiles
+        *few, tile = self.config.tiles
         return grid_work(
             plan,
             block_n=tile.block_n,
             tile_rows=tile.block_m // self.group,
+            few_rows=few[0].block_m // self.group if few else 0,
             num_kv_heads=self.num_kv_heads,
-            programs=self.config.programs_per_sm[0] * self.num_sms,
+            programs=self.config.programs_per_sm[-1] * self.num_sms,
             share=share,
             **limits,
         )
@@ -332,20 +334,26 @@ class GridKernels(Kernels):
     def _attend_items(
         self, tensors: tuple[Tensor, ...], states: States, scores: Scores, wide: bool
     ) -> None:
-        (tile,) = self.config.tiles
-        grid_kernel[(self.config.programs_per_sm[0] * self.num_sms,)](
-            *tensors,
-            states.weights,
-            *self._score_arguments(tensors, scores),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            STAGES=self.config.stages[0],
-            HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
-            DEPENDENT=self.dependent,
-            FORM=Form(**self._form(scores)),
-            num_warps=self.config.num_warps[0],
-            enable_fp_fusion=False,
-        )
+        wide = wide and self.may_be_wide(len(tensors[1]))
+        for form in (1, 0) if wide else (0,):
+            beside = self.dependent and wide and not form
+            grid_kernel[(self.config.programs_per_sm[form] * self.num_sms,)](
+                *tensors,
+                states.weights,
+                *self._score_arguments(tensors, scores),
+                BLOCK_M=self.config.tiles[form].block_m,
+                BLOCK_N=self.config.tiles[form].block_n,
+                STAGES=self.config.stages[form],
+                WIDE=form,
+                FEW=len(self.config.tiles) > 1 and not form,
+                BESIDE=beside,
+                HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
+                DEPENDENT=self.dependent,
+                FORM=Form(**self._form(scores)),
+                num_warps=self.config.num_warps[form],
+                enable_fp_fusion=False,
+                **({"launch_pdl": True} if beside else {}),
+            )
 
     def _merge(
         self, programs: int, control: Tensor, states: States, out: Tensor, lse: Tensor

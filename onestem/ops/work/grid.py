@@ -64,6 +64,7 @@ def grid_work(
     tile_rows: int,
     num_kv_heads: int,
     programs: int,
+    few_rows: int = 0,
     share: bool = True,
     num_rows: int | None = None,
     max_states: int | None = None,
@@ -71,8 +72,11 @@ def grid_work(
     """The work list of a plan on the grid, for tiles of `tile_rows` rows and `block_n` tokens.
 
     Args:
-        programs: items that run at a time; if there are fewer, long ones are cut.
-        share, num_rows, max_states: see `make_work`. Without room nothing is shared or cut.
+        programs: wide items that run at a time; if there are fewer, long ones are cut.
+        few_rows: items of up to as many rows and one segment are the narrow ones, the others the
+            wide ones; 0: there are no two forms.
+        share, num_rows, max_states: see `make_work`. Without room for their states, first few rows'
+            items are not cut, then nothing is shared or cut.
 
     Raises:
         ConfigError: a row sees positions with a gap between them, begins inside a tile, or sees
@@ -82,10 +86,11 @@ def grid_work(
         raise ConfigError("a row sees tokens at other positions than they were stored at")
     pairs = pairs_of(plan)
     seen = _Seen.of(plan, pairs, block_n)
-    hands = programs / num_kv_heads
-    draft, room = _draft(plan, seen, block_n, tile_rows, hands, share)
-    if max_states is not None and draft.num_states > max_states:
-        draft, room = _draft(plan, seen, block_n, tile_rows, 0, False)
+    rows, hands = (tile_rows, few_rows), programs / num_kv_heads
+    for cuts in (few_rows > 0, hands, share), (False, hands, share), (False, 0.0, False):
+        draft, room = _draft(plan, seen, block_n, rows, *cuts)
+        if max_states is None or draft.num_states <= max_states:
+            break
     return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, None, room)
 
 
@@ -252,10 +257,20 @@ def _shared(
 
 
 def _draft(
-    plan: AttentionPlan, seen: _Seen, block_n: int, tile_rows: int, hands: float, share: bool
+    plan: AttentionPlan,
+    seen: _Seen,
+    block_n: int,
+    rows_of: tuple[int, int],
+    cut_few: bool,
+    hands: float,
+    share: bool,
 ) -> tuple[Draft, int]:
-    """The items, and how often they may grow. hands: items of one KV head that run at a time; 0:
-    nothing is cut."""
+    """The items, and how often they may grow.
+
+    rows_of: most rows of an item, and of a narrow one. cut_few: few rows' items are cut into
+    segments. hands: wide items of one KV head that run at a time; 0: none of these is cut.
+    """
+    tile_rows, few_rows = rows_of
     units = _units(seen, (seen.rows < tile_rows) & share)
     # Blocks of rows that fit a tile.
     count = -(-units.num_rows // tile_rows)
@@ -276,10 +291,13 @@ def _draft(
     begin = np.maximum(start, oldest)
     # Parts of blocks: the first may be of several segments if it begins with its rows' first one.
     tiles = np.where(begin < stop, -(-stop // block_n) - begin // block_n, 0)
-    fair = tiles.sum() / hands if hands else np.inf
+    few = num_rows <= few_rows
+    apart = few & cut_few
+    fair = tiles[~apart].sum() / hands if hands else np.inf
     folds = start == seen.start[seen.first[atom]]
-    is_cut = folds & (tiles > fair)
+    is_cut = folds & (apart | (tiles > fair))
     length = np.maximum(np.minimum(fair, tiles), 1).astype(np.int64) * block_n
+    length[apart] = 1
     cut = np.where(is_cut, segment_start(segment_of(begin + length - 1) + 1), stop)
     cut = np.minimum(cut, stop)
     more = np.where(cut < stop, segment_of(stop - 1) - segment_of(cut) + 1, 0)
@@ -290,26 +308,28 @@ def _draft(
     to = np.minimum(np.where(nth == 0, cut[block], segment_start(number)), stop[block])
     walks = _walks(plan, seen, atom[block], from_, to, shared[block], skip[block], newest[block])
     walked = -(-to // block_n) - from_ // block_n
+    few = few[block] & (segment_of(from_) == segment_of(to - 1))
+    wide, most = ~few & (few_rows > 0), int(walked.max(initial=0))
     rows = units.rows[ragged(row_start[block], num_rows[block])]
     parts, alone = parts_of(plan, rows)
     draft = Draft(
-        kind=np.zeros(len(block), np.int64),
+        kind=wide.astype(np.int64),
         count=num_rows[block],
         walks=walks,
-        order=argsort(int(walked.max(initial=0)) - walked),
+        order=argsort(most - walked + wide * (most + 1)),
         queues=np.zeros((0, 4), np.int32),
         split=(0, 0),
         rows=rows,
         parts=parts,
         alone=alone,
         walked=int((to - from_).sum()),
-        num_wide=0,
+        num_wide=int(np.count_nonzero(wide)),
         wide_tokens=0,
         last_ns=0.0,
     )
     # A row's own last segment may be filled up, an item that began with its first goes on.
     grows = (num_rows[block] == 1) & ~shared[block] & (to == stop[block])
-    grows &= (nth > 0) | ~folds[block]
+    grows &= (nth > 0) | ~folds[block] | few
     room = segment_start(segment_of(to - 1) + 1) - to
     return draft, int(room[grows].min(initial=2**31))
 
