@@ -18,7 +18,7 @@ from onestem.models.delta import DeltaLayer
 from onestem.models.description import DeltaRule
 from onestem.models.formats.experts import ExpertWeights, of_mxfp4
 from onestem.models.formats.gpu_experts import gpu_experts
-from onestem.models.formats.held import Groups, Weight, rounded_weight
+from onestem.models.formats.held import Groups, Pieces, Weight, rounded_weight
 from onestem.models.formats.products import Target, packed_groups, projection
 from onestem.models.formats.tables import PackedHead, PackedTable, rounded_head
 from onestem.models.linear import Activation, Head, Layout, Linear, Projection
@@ -110,14 +110,14 @@ class Builder:
         weight = self.packed(spec)
         return self.tensor(spec) if weight is None else PackedTable(weight, self.target)
 
-    def packed(self, spec: TensorSpec) -> Groups | None:
+    def packed(self, spec: TensorSpec) -> Groups | Pieces | None:
         """The groups of a table or head; None: it is kept in the model's dtype."""
         if self.on_gpu or not self.source.keeps(spec):
             return None
         weight = self.source.weight(spec)
-        if not isinstance(weight, Groups) or not PackedTable.takes(weight, self.target):
-            return None
-        return weight
+        if isinstance(weight, Groups | Pieces) and PackedTable.takes(weight, self.target):
+            return weight
+        return None
 
     def output_head(self, embedding: Tensor | PackedTable) -> Head:
         """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded

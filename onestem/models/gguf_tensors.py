@@ -13,9 +13,9 @@ from torch import Tensor
 
 from onestem.errors import WeightsError
 from onestem.models.cuts import Cut
-from onestem.models.formats.held import Groups, of_columns
+from onestem.models.formats.held import Groups, Pieces, of_columns
 from onestem.models.gguf.architectures import NAMES, Architecture, architecture_of
-from onestem.models.gguf.blocks import groups_of
+from onestem.models.gguf.blocks import pieces_of
 from onestem.models.gguf.file import RawTensor, open_gguf
 from onestem.models.gguf.values import values_of
 from onestem.models.names import RATES, Role, listed
@@ -75,13 +75,16 @@ class GgufTensor:
         whole = (whole.mT.contiguous() if self.transposed else whole).reshape(self.shape)
         return whole if cut is None else cut.of(whole)
 
-    def groups(self, cut: Cut | None) -> Groups:
+    def groups(self, cut: Cut | None) -> Groups | Pieces:
         """The blocks of a matrix, or a part of it: `[out_features, in_features]`."""
         (raw,) = self.parts
-        weight = groups_of(raw)
+        theirs = torch.arange(raw.num_rows)
+        at = self.arrange([theirs[:, None]])[:, 0]
+        if cut is None and self.heads is None and torch.equal(at, theirs):
+            return pieces_of(raw)
+        weight = pieces_of(raw).whole()
         if self.heads is not None:
             weight = _columns_by_group(*self.heads, weight)
-        at = self.arrange([torch.arange(raw.num_rows)[:, None]])[:, 0]
         if cut is not None and cut.dim == int(self.transposed):
             kept = cut.within(len(at)).spans
             return weight.rows(torch.cat([at[slice(*span)] for span in kept])).filled(len(cut))
@@ -89,7 +92,7 @@ class GgufTensor:
             (span,), size = cut.spans, weight.codes.shape[1]
             codes = weight.codes[:, slice(*span)].contiguous()
             weight = of_columns(replace(weight, codes=codes), span, size)
-        return weight if torch.equal(at, torch.arange(raw.num_rows)) else weight.rows(at)
+        return weight if torch.equal(at, theirs) else weight.rows(at)
 
 
 def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:

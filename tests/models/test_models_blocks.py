@@ -15,7 +15,7 @@ from onestem.errors import WeightsError
 from onestem.models.cuts import Cut
 from onestem.models.formats.held import Groups, Levels, joined
 from onestem.models.gguf import values
-from onestem.models.gguf.blocks import groups_of
+from onestem.models.gguf.blocks import pieces_of
 from onestem.models.gguf.file import BLOCKS, RawTensor
 from onestem.models.gguf_tensors import GgufTensor, by_halves
 from tests.models.as_gguf import HALVES
@@ -55,7 +55,7 @@ def test_groups_are_the_numbers_of_their_blocks(stored, monkeypatch, kind, rows)
     """To the last bit, whichever rows a thread has."""
     monkeypatch.setattr(values, "CHUNK", rows * COLUMNS)
     raw, truth = stored(kind)
-    weight = groups_of(raw)
+    weight = pieces_of(raw).whole()
     assert torch.equal(weight.dense(), truth)
     assert int(weight.codes.max()) < 1 << weight.bits
     if kind == "Q6_K":
@@ -71,7 +71,7 @@ def test_scales_that_are_not_finite(stored, kind):
     data[at] = 0xFF  # of a float16 that is NaN, or a power of 255
     raw.file.write_bytes(data)
     with pytest.raises(WeightsError, match="a has scales that are not finite: the file is damaged"):
-        groups_of(raw)
+        pieces_of(raw).whole()
 
 
 def _tensor(raw: RawTensor, *, transposed: bool = False, heads: int = 0) -> GgufTensor:
@@ -98,7 +98,7 @@ def test_parts_and_orders(stored, kind, heads, transposed):
 
 
 def test_types_that_differ_are_not_joined(stored):
-    weights = {kind: groups_of(stored(kind)[0]) for kind in BLOCKS}
+    weights = {kind: pieces_of(stored(kind)[0]).whole() for kind in BLOCKS}
     for kind, weight in weights.items():
         for other, another in weights.items():
             whole = joined([weight, another])

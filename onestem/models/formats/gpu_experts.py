@@ -10,7 +10,7 @@ import torch
 
 from onestem.errors import WeightsError
 from onestem.models.formats.experts import ExpertWeights
-from onestem.models.formats.held import Channels, Groups, Levels, joined
+from onestem.models.formats.held import Channels, Groups, Levels, Pieces, joined
 from onestem.models.formats.products import Target
 from onestem.ops.experts import MAX_POWER
 
@@ -48,7 +48,7 @@ def gpu_experts(
 def _codes(weights: ExpertWeights, target: Target) -> Sequence[Groups] | None:
     """The weights in codes; None: there are no products of their format, or several formats."""
     whole = [joined(parts) for parts in weights.each]
-    found = [_in_groups(one) for one in whole if isinstance(one, Channels | Groups)]
+    found = [_in_groups(one) for one in whole if isinstance(one, Channels | Groups | Pieces)]
     if len(found) < len(whole) or len(set(map(_form, found))) > 1 or not _takes(found[0], target):
         return None
     if found[0].table is not None:
@@ -62,10 +62,10 @@ def _codes(weights: ExpertWeights, target: Target) -> Sequence[Groups] | None:
     return found
 
 
-def _in_groups(weight: Channels | Groups) -> Groups:
+def _in_groups(weight: Channels | Groups | Pieces) -> Groups:
     """Channels are groups of all columns, whose rows are not rounded."""
-    if isinstance(weight, Groups):
-        return weight
+    if not isinstance(weight, Channels):
+        return weight.whole() if isinstance(weight, Pieces) else weight
     codes, scales, zeros = weight.codes, weight.scales[:, None], None
     if codes.dtype == torch.int8:
         codes = (codes.short() + 128).to(torch.uint8)

@@ -1,6 +1,6 @@
 """A quantised weight, between the file that it is read from and the product that uses it.
 
-Each stored format becomes one of two values here, in the order of the decoder's rows. So parts with
+Each stored format becomes one of few values here, in the order of the decoder's rows. So parts with
 scales of their own can be fused, and products need not know the file format. Weights of 16 or 32
 bits are rounded to a format when they are loaded, each to the nearest code.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from onestem.models.cuts import Span
 from onestem.models.ranks import ALONE, Ranks
+from onestem.models.spread import spread
 from onestem.ops.rounding import rounded_rows, row_tops
 from onestem.options import Quantize
 
@@ -185,8 +187,52 @@ class Groups:
         return values.repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
 
 
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A weight in groups that is read some rows at a time, so that little of it is in memory in
+    the form between its file's and its product's.
+
+    Attributes:
+        like: one row, whose numbers mean nothing.
+        parts: of each piece, in their order: its rows, and what reads their groups.
+    """
+
+    like: Groups
+    parts: tuple[tuple[int, Callable[[], Groups]], ...]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all pieces."""
+        return sum(rows for rows, _ in self.parts)
+
+    def visit(self, take: Callable[[int, Groups], None]) -> None:
+        """Call `take` with the first row and the groups of each piece, from several threads."""
+        starts = accumulate((rows for rows, _ in self.parts), initial=0)
+        spread(lambda one: take(one[0], one[1][1]()), zip(starts, self.parts, strict=False))
+
+    def whole(self) -> Groups:
+        """All groups."""
+        found: dict[int, Groups] = {}
+        self.visit(found.__setitem__)
+        whole = joined([found[first] for first in sorted(found)])
+        assert isinstance(whole, Groups)
+        return whole
+
+    def rows(self, at: Tensor) -> Groups:
+        """The rows `at` (int64)."""
+        return self.whole().rows(at)
+
+    def to(self, device: torch.device) -> Groups | Pieces:
+        """The same on a device."""
+        return self if device.type == "cpu" else self.whole().to(device)
+
+    def dense(self) -> Tensor:
+        """float32 `[out_features, in_features]`."""
+        return self.whole().dense()
+
+
 # A Tensor is a weight as it is, [out_features, in_features].
-Weight: TypeAlias = Tensor | Channels | Groups
+Weight: TypeAlias = Tensor | Channels | Groups | Pieces
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -224,14 +270,22 @@ def joined(parts: Sequence[Weight]) -> Weight | None:
     if len(channels) == len(parts) and len({part.codes.dtype for part in channels}) == 1:
         codes = torch.cat([part.codes for part in channels])
         return Channels(codes, torch.cat([part.scales for part in channels]))
-    groups = [part for part in parts if isinstance(part, Groups)]
-    if len(groups) == len(parts) and all(_alike(groups[0], part) for part in groups):
-        named = {
-            name: _joined_numbers([getattr(part, name) for part in groups])
-            for name in ("scales", "zeros", "minimums")
-        }
-        return replace(groups[0], codes=torch.cat([part.codes for part in groups]), **named)
-    return None
+    likes = [part.like if isinstance(part, Pieces) else part for part in parts]
+    groups = [like for like in likes if isinstance(like, Groups)]
+    if len(groups) < len(parts) or not all(_alike(groups[0], one) for one in groups):
+        return None
+    pieces = [part for part in parts if isinstance(part, Pieces)]
+    if len(pieces) == len(parts):
+        return Pieces(groups[0], tuple(one for part in pieces for one in part.parts))
+    groups = [
+        part.whole() if isinstance(part, Pieces) else one
+        for part, one in zip(parts, groups, strict=True)
+    ]
+    named = {
+        name: _joined_numbers([getattr(part, name) for part in groups])
+        for name in ("scales", "zeros", "minimums")
+    }
+    return replace(groups[0], codes=torch.cat([part.codes for part in groups]), **named)
 
 
 def _joined_numbers(parts: Sequence[Any]) -> Any:

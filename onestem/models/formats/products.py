@@ -28,6 +28,7 @@ from onestem.models.formats.held import (
     Groups,
     Levels,
     OfGroups,
+    Pieces,
     Weight,
     dense,
     joined,
@@ -43,7 +44,7 @@ from onestem.models.linear import (
 )
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
-from onestem.ops.cpu.linear import TwoLevels
+from onestem.ops.cpu.linear import PAIR, TwoLevels
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows, rounded_rows, row_tops
 from onestem.options import Quantize
@@ -126,6 +127,10 @@ def _product(
             if ranks.size == 1:
                 return CpuProduct(weight, bias, target)
             return CpuPart(weight, bias, target, ranks)
+    if isinstance(weight, Pieces):
+        if CpuProduct.takes(weight.like, target):
+            return CpuProduct(weight, bias, target)
+        weight = weight.whole()
     if isinstance(weight, Groups):
         if GpuGroups.takes(weight, target):
             return GpuGroups(weight, bias, target)
@@ -259,8 +264,14 @@ class GpuGroups(_Quantized):
         return x.contiguous() if self.order is None else x[:, self.order]
 
 
-def packed_groups(weight: Groups) -> CpuCodes:
+def packed_groups(weight: Groups | Pieces) -> CpuCodes:
     """A weight in groups as a CPU's products take it, without its order of inputs."""
+    if isinstance(weight, Pieces):
+        if any(rows % PAIR for rows, _ in weight.parts[:-1]):
+            return packed_groups(weight.whole())
+        made = packed_groups(weight.like).widened(weight.out_features)
+        weight.visit(lambda first, groups: made.put(first, packed_groups(groups)))
+        return made
     least = weight.minimums
     return CpuCodes.of_groups(
         weight.codes,
@@ -282,15 +293,19 @@ def _levels(numbers: OfGroups) -> Tensor | TwoLevels:
 class CpuProduct(_Quantized):
     """Whole numbers per channel and in groups on a CPU, through `onestem.ops.cpu.linear`."""
 
-    def __init__(self, weight: Channels | Groups, bias: Tensor | None, target: Target) -> None:
-        super().__init__(weight, bias, target)
+    def __init__(
+        self, weight: Channels | Groups | Pieces, bias: Tensor | None, target: Target
+    ) -> None:
+        like = weight.like if isinstance(weight, Pieces) else weight
+        super().__init__(like, bias, target)
         self.order = None
         if isinstance(weight, Channels):
             self.kind += ", rows in int8"
             self.packed = CpuCodes.of8(weight.codes, weight.scales)
         else:
-            self.order = weight.order
+            self.order = None if isinstance(like, Channels) else like.order
             self.packed = packed_groups(weight)
+        self.out_features = self.packed.out_features
         self.bias = None if bias is None else bias.float()
 
     @staticmethod

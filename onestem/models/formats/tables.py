@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onestem.models.formats.held import Channels, Groups, rounded_weight
+from onestem.models.formats.held import Channels, Groups, Pieces, rounded_weight
 from onestem.models.formats.products import CpuProduct, Target, packed_groups
 from onestem.models.linear import Head, Layout, LogitsMemory
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
@@ -18,14 +18,15 @@ class PackedTable:
         dtype: of the rows that it gives.
     """
 
-    def __init__(self, weight: Groups, target: Target) -> None:
+    def __init__(self, weight: Groups | Pieces, target: Target) -> None:
         self.packed = packed_groups(weight)
         self.dtype, self.device = target.dtype, target.device
 
     @staticmethod
-    def takes(weight: Groups, target: Target) -> bool:
+    def takes(weight: Groups | Pieces, target: Target) -> bool:
         """Whether this class supports a weight."""
-        return weight.order is None and CpuProduct.takes(weight, target)
+        like = weight.like if isinstance(weight, Pieces) else weight
+        return like.order is None and CpuProduct.takes(like, target)
 
     def __len__(self) -> int:
         return self.packed.out_features

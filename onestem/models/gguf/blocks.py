@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from onestem.errors import WeightsError
-from onestem.models.formats.held import Groups, Levels, OfGroups, joined
+from onestem.models.formats.held import Groups, Levels, OfGroups, Pieces
 from onestem.models.gguf.file import BLOCKS, RawTensor
-from onestem.models.gguf.values import DAMAGED, in_pieces
+from onestem.models.gguf.values import DAMAGED, spans_of
 from onestem.ops.experts import E2M1
 
 Bytes = np.ndarray  # uint8
+
+MULTIPLE = 32  # of a piece's rows, as products pack them
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,18 @@ class _Kind:
     table: tuple[int, ...] | None = None
 
 
-def groups_of(raw: RawTensor) -> Groups:
-    """A tensor's blocks, `[rows, columns]`, unpacked by several threads.
+def pieces_of(raw: RawTensor) -> Pieces:
+    """A tensor's blocks, `[rows, columns]`. Pieces raise `WeightsError` where scales are not
+    finite, or the file cannot be read."""
+    parts = [(stop - at, partial(_unpacked, raw, at, stop)) for at, stop in spans_of(raw, MULTIPLE)]
+    return Pieces(empty_groups(raw.kind, 1, raw.shape[-1]), tuple(parts))
 
-    Raises:
-        WeightsError: scales are not finite, or the file cannot be read.
-    """
-    parts: dict[int, Groups] = {}
 
-    def unpack(first: int, stop: int) -> None:
-        parts[first] = groups_of_blocks(raw.kind, raw.blocks(first, stop))
-        if not _is_finite(parts[first]):
-            raise WeightsError(f"{raw.file}: {raw.name} has scales that are not finite: {DAMAGED}")
-
-    in_pieces(raw, unpack)
-    whole = joined([parts[first] for first in sorted(parts)])
-    assert isinstance(whole, Groups)
-    return whole
+def _unpacked(raw: RawTensor, first: int, stop: int) -> Groups:
+    groups = groups_of_blocks(raw.kind, raw.blocks(first, stop))
+    if not _is_finite(groups):
+        raise WeightsError(f"{raw.file}: {raw.name} has scales that are not finite: {DAMAGED}")
+    return groups
 
 
 def groups_of_blocks(kind: str, rows: Bytes) -> Groups:
@@ -89,10 +87,10 @@ def _numbers(found: Any, groups: tuple[int, int]) -> OfGroups:
 
 
 def _is_finite(weight: Groups) -> bool:
-    most = 1 << weight.bits if weight.table is None else max(map(abs, weight.table))
-    numbers = [weight.scales.float() * most]
-    numbers += [] if weight.minimums is None else [weight.minimums.float()]
-    return all(bool(one.isfinite().all()) for one in numbers)
+    most = 1 if weight.table is None else max(map(abs, weight.table))  # else of 16 bits, and small
+    numbers = [one for one in (weight.scales, weight.minimums) if one is not None]
+    held = [one.supers if isinstance(one, Levels) else one for one in numbers]
+    return all(bool((one.float() * most).isfinite().all()) for one in held)
 
 
 def _halves(x: Bytes) -> torch.Tensor:
@@ -102,8 +100,9 @@ def _halves(x: Bytes) -> torch.Tensor:
 
 def _nibbles(x: Bytes, run: int) -> Bytes:
     """Codes of 4 bits: of `run` bytes the low halves, then the high ones; of the next likewise."""
-    runs = x.reshape(len(x), -1, 1, run)
-    return (runs >> np.array([[0], [4]], np.uint8) & 15).reshape(len(x), -1)
+    runs = torch.from_numpy(x).view(len(x), -1, run)
+    halves: Bytes = torch.stack((runs & 15, runs >> 4), dim=2).view(len(x), -1).numpy()
+    return halves
 
 
 def _fifth_bits(x: Bytes) -> Bytes:

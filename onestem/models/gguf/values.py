@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from onestem.errors import WeightsError
 from onestem.models.gguf.file import RawTensor
-from onestem.threads import usable_cores
+from onestem.models.spread import spread
 
 DAMAGED = "the file is damaged, get it again"
 
@@ -30,32 +29,16 @@ def values_of(raw: RawTensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(raw.shape, dtype=dtype)
     rows = out.view(raw.num_rows, raw.shape[-1])
 
-    def turn(first: int, stop: int) -> None:
-        rows[first:stop] = _numbers(raw, first, stop)
+    def turn(span: tuple[int, int]) -> None:
+        rows[slice(*span)] = _numbers(raw, *span)
 
-    in_pieces(raw, turn)
+    spread(turn, spans_of(raw))
     return out
 
 
-def in_pieces(raw: RawTensor, visit: Callable[[int, int], None]) -> None:
-    """Call `visit` with spans of a tensor's rows, from several threads."""
-    inference = torch.is_inference_mode_enabled()
-
-    def turn(span: tuple[int, int]) -> None:
-        with torch.inference_mode(inference):  # a thread does not have its caller's mode
-            visit(*span)
-
-    spans = list(_spans(raw))
-    if len(spans) == 1:
-        turn(spans[0])
-        return
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for _ in pool.map(turn, spans):
-            pass
-
-
-def _spans(raw: RawTensor) -> Iterator[tuple[int, int]]:
-    step = max(1, CHUNK // raw.shape[-1])
+def spans_of(raw: RawTensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Rows that a thread turns at a time, of a number of rows that is a multiple but at the end."""
+    step = max(1, CHUNK // raw.shape[-1] // multiple) * multiple
     for first in range(0, raw.num_rows, step):
         yield first, min(first + step, raw.num_rows)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -55,6 +56,11 @@ class Numbers:
                 return Numbers(_of_groups(parts.view(torch.int8), step), held, each)
             given = parts.float() * supers.float().repeat_interleave(each, dim=1)
         return Numbers(_of_groups(given.repeat_interleave(repeats, dim=1), step))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Numbers:
+        """With each tensor changed."""
+        supers = None if self.supers is None else change(self.supers)
+        return Numbers(change(self.values), supers, self.each)
 
     def rows(self, at: Tensor) -> Tensor:
         """float32 `[n, groups]` of the outputs `at` (int64 `[n]`)."""
@@ -178,6 +184,30 @@ class CpuCodes:
             isa,
         )
 
+    def widened(self, out: int) -> CpuCodes:
+        """Room for `out` rows in groups; `put` fills it."""
+        blocks = 2 * -(-out // PAIR)
+
+        def room(one: Tensor) -> Tensor:
+            return one.new_empty(blocks, *one.shape[1:])
+
+        least = self.minimums
+        return replace(
+            self,
+            codes=room(self.codes),
+            scales=self.scales.changed(room),
+            zeros=None if self.zeros is None else room(self.zeros),
+            minimums=None if least is None else least.changed(room),
+            out_features=out,
+        )
+
+    def put(self, first: int, rows: CpuCodes) -> None:
+        """Have `rows` from row `first` on, a multiple of `PAIR`."""
+        for mine, theirs in zip(self.tensors(), rows.tensors(), strict=True):
+            if mine.dim() > 1:  # no table
+                at = first // BLOCK
+                mine[at : at + len(theirs)] = theirs
+
     def rows(self, at: Tensor) -> Tensor:
         """float32 `[n, in]`: the rows `at` (int64 `[n]`) of a weight in groups."""
         block, lane = at // BLOCK, at % BLOCK
@@ -259,7 +289,8 @@ def _words(codes: Tensor) -> Tensor:
 def _padded(codes: Tensor, chunk: int) -> Tensor:
     """Codes padded to whole blocks of rows and chunks of columns."""
     out, size = codes.shape
-    return F.pad(codes, (0, -size % chunk, 0, -out % PAIR))
+    by = (0, -size % chunk, 0, -out % PAIR)
+    return F.pad(codes, by) if any(by) else codes
 
 
 def _padded_rows(values: Tensor) -> Tensor:
