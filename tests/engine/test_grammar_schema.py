@@ -405,6 +405,16 @@ def test_arguments_fit_a_schema_that_is_not_enforced_as_it_is(
         held_schema(schema, True, "f")
 
 
+def test_arguments_are_held_to_what_their_schema_refers_to() -> None:
+    node = an_object(properties={"next": {"$ref": "#/$defs/node"}}, additionalProperties=False)
+    schema = {"type": "object", "$ref": "#/$defs/node", "$defs": {"node": node}}
+    for exact in (False, True):
+        assert held_schema(schema, exact, "f") == {"$defs": {"node": node}, **node}
+    for other in (STRING, {"$ref": "#/$defs/node"}, {"$ref": "#/$defs/other"}):
+        with pytest.raises(RequestError):
+            held_schema({**schema, "$defs": {"node": other}}, True, "f")
+
+
 def test_what_arguments_are_held_to() -> None:
     for schema in UNFIT:
         assert held_schema(schema, False, "f") == {"type": "object", "additionalProperties": True}

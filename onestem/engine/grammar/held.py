@@ -8,12 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from onestem.engine.grammar.keywords import is_enforced, is_of_type, keyword_fault, type_names
-from onestem.engine.grammar.schema import check_schema, subschemas
+from onestem.engine.grammar.schema import check_schema, resolved, subschemas
 from onestem.errors import RequestError, UnsupportedError
 from onestem.openai.forms.grammar import ANY_OBJECT
 
 Schema = Mapping[str, Any]
 
+_PARTS = frozenset(("$defs", "definitions"))  # that references lead to
 _OF_ARRAYS = ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems")
 _OF_OBJECTS = (
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
@@ -33,6 +34,7 @@ def held_schema(schema: Schema, exact: bool, name: str) -> Schema:
         RequestError: it is invalid.
     """
     try:
+        schema = _followed(schema, name)
         check_schema(schema, True, name)
     except UnsupportedError as error:
         if exact:
@@ -47,6 +49,17 @@ def held_schema(schema: Schema, exact: bool, name: str) -> Schema:
                     return plain
         return ANY_OBJECT
     return schema
+
+
+def _followed(schema: Schema, name: str) -> Schema:
+    """The schema of objects that another is nothing but a reference to, as of a class that has
+    members of its own kind: beside the reference, its `type` is not enforced."""
+    if schema.keys() - _PARTS != {"type", "$ref"}:
+        return schema
+    end = resolved(schema, name)
+    if end.get("type") != "object" or not end.keys().isdisjoint({"$ref", *_PARTS}):
+        return schema
+    return {**{key: schema[key] for key in _PARTS & schema.keys()}, **end}
 
 
 def _plain(schema: Any) -> Any:
@@ -65,7 +78,7 @@ def _plain(schema: Any) -> Any:
             left[keyword] = [one for each in left[keyword] if (one := _plain(each)) is not None]
             if not left[keyword]:
                 return None
-    for keyword in ("$defs", "definitions"):
+    for keyword in _PARTS:
         if keyword in left:
             left[keyword] = {key: _or_itself(one) for key, one in left[keyword].items()}
     return left if _keep_properties(left) else None

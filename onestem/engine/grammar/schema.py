@@ -161,6 +161,11 @@ def unescape_references(schema: dict[str, Any]) -> None:
         schema["$defs"] = {**schema.get("$defs", {}), **{n: found[p] for p, n in names.items()}}
 
 
+def resolved(schema: Schema, name: str) -> Schema:
+    """Where a schema's reference leads; errors as of `check_schema`."""
+    return _References(dict(subschemas(schema, name)), name).resolve(schema)
+
+
 class _References:
     """Where the references of a schema lead."""
 
