@@ -66,6 +66,26 @@ DEEPSEEK_V31 = (
     "{% endif %}{% endfor %}{% if add_generation_prompt and thinking %}<think>{% endif %}"
     "{# </think> #}"
 )
+# An old one's: calls where there is no text, else the text alone.
+EITHER = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>"
+    "{% elif m.role != 'assistant' %}<｜{{ m.role }}｜>{{ m.content }}{% elif m.content %}"
+    "<｜Assistant｜>{{ m.content }}<｜end｜>{% else %}<｜Assistant｜><｜tool▁calls▁begin｜>"
+    "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.function.name }}"
+    "\n```json\n" + _ARGUMENTS + "\n```<｜tool▁call▁end｜>{{ '\n' if not loop.last }}{% endfor %}"
+    "<｜tool▁calls▁end｜><｜end｜>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+# Functionary's has a mark of Llama's, and calls of its own form.
+OTHER = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|python_tag|><|end|>{% endif %}"
+    + _TURNS
+    + "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>"
+    "{% else %}<|assistant|>{{ m.content }}{% for c in m.tool_calls %}"
+    "<function={{ c.function.name }}>" + _ARGUMENTS + "</function>{% endfor %}<|end|>"
+    "{% endif %}{% endfor %}" + _ASK
+)
 KIMI = (
     "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
     "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>"
@@ -96,6 +116,8 @@ TEMPLATES = {
     "mistral-v11": MISTRAL_V11,
     "mistral-v13": MISTRAL_V13,
     "deepseek-v3.1": DEEPSEEK_V31,
+    "either": EITHER,
+    "other": OTHER,
     "kimi": KIMI,
     "granite": GRANITE,
 }

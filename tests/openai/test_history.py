@@ -39,6 +39,7 @@ EXPECTED = {
     "mistral": "mistral", "mistral-v3": "mistral",
     "mistral-v11": "mistral-ids", "mistral-v13": "mistral-args",
     "deepseek-v3.1": "deepseek-v3.1", "kimi": "kimi-k2", "granite": "granite3",
+    "either": "deepseek-v3", "other": "generic",
 }  # fmt: skip
 # TRL's copies of real templates, and the form of each.
 REAL = {
@@ -112,6 +113,32 @@ def test_nothing_of_a_history_vanishes(name, form, given):
 
 
 @pytest.mark.parametrize(("name", "form"), templates())
+def test_ids_of_another_server_are_written_as_the_family_has_them(name, form):
+    template = template_of(name)
+
+    def rendered(ids: tuple[str, str]) -> str:
+        calls = [{**one, "id": own} for one, own in zip(CALLS, ids, strict=True)]
+        results = [result(1, "sunny"), result(2, "rainy")]
+        results = [{**one, "tool_call_id": own} for one, own in zip(results, ids, strict=True)]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        messages = [*ASK, turn, *results]
+        return template.render(messages, {"tools": [TOOL]}, add_generation_prompt=True)
+
+    foreign = ("call_" + "a" * 24, "toolu_" + "b" * 24)
+    if template.form.id_length:
+        own = tuple(template.form.call_id(one) for one in foreign)
+        assert rendered(own).replace(own[0], "callid001").replace(own[1], "callid002") == rendered(
+            ("callid001", "callid002")
+        )
+    elif template.form.id_before:
+        own = ("functions.get_weather:0", "functions.get_weather:1")
+        assert "functions.get_weather:7" in rendered(("functions.get_weather:7", foreign[1]))
+    else:
+        own = foreign
+    assert rendered(foreign) == rendered(own)
+
+
+@pytest.mark.parametrize(("name", "form"), templates())
 def test_text_beside_calls_is_kept_or_refused(name, form):
     template = template_of(name)
     turn = {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS[:1]}
@@ -180,11 +207,14 @@ def test_the_next_prompt_has_what_is_said_after_calls_as_it_was_sampled(name, fo
         return {**made, "tool_calls": [*calls]} if calls else made
 
     end = rendered(turn("qzend")).partition("qzend")[2]
-    first = turn(before, CALLS[0]) | ({"reasoning_content": "Hm."} if thinks else {})
+    one, other = CALLS
+    if form == "kimi-k2":  # whose ids count calls
+        one, other = ({**made, "id": f"functions.get_weather:{n}"} for n, made in enumerate(CALLS))
+    first = turn(before, one) | ({"reasoning_content": "Hm."} if thinks else {})
     told = rendered(first).removesuffix(end)
-    again = rendered(turn("qzbefore", CALLS[1])).removesuffix(end).partition("qzbefore")[2]
+    again = rendered(turn("qzbefore", other)).removesuffix(end).partition("qzbefore")[2]
     results = [result(1, "sunny"), result(2, "rainy")]
-    parts = [first, turn(after, CALLS[1]), turn("So.")]
+    parts = [first, turn(after, other), turn("So.")]
     then = rendered(*parts, *results, begins=True)
     assert [then.count(one) for one in ("Rome", "So.", "sunny", "rainy")] == [1, 1, 1, 1]
     assert then.index("Rome") < then.index("sunny") < then.index("rainy")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from onestem.engine.text.documents import Document, found_in, marked
 from onestem.engine.text.templates import render
 from onestem.errors import RequestError
-from onestem.openai.forms import Form, Gaps, described
-from onestem.openai.forms.history import Habits, found_out, needs_habits, told, written
+from onestem.openai.forms import GENERIC, Form, Gaps, described
+from onestem.openai.forms.history import (
+    Habits,
+    found_out,
+    is_read_back,
+    needs_habits,
+    told,
+    written,
+)
 from onestem.openai.forms.spelling import StandIns
 from onestem.openai.rank import question
 
@@ -57,24 +65,19 @@ class ChatTemplate:
         is_own = has_own and fields.get("documents") and not tools
         return {"chat_template": "rag"} if is_own else {"tools": tools}
 
-    @cached_property
-    def _described(self) -> tuple[Form, bool]:
-        """The model's form, and whether the template has it."""
-        return described(self._source)
-
     @property
     def form(self) -> Form | None:
         """How the model writes calls of tools and reasoning; None: there is no template."""
-        return self._described[0] if self else None
+        return self._found[0] if self else None
 
     @property
     def gaps(self) -> Gaps:
         """Blanks that it writes between the parts of an answer."""
-        return self._habits.gaps
+        return self._found[1].gaps
 
     @cached_property
-    def _habits(self) -> Habits:
-        """What the template writes of what it is given."""
+    def _found(self) -> tuple[Form, Habits]:
+        """The model's form, and what the template writes of what it is given."""
 
         def attempt(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> str:
             try:
@@ -82,7 +85,14 @@ class ChatTemplate:
             except RequestError:
                 return ""
 
-        return found_out(attempt, *self._described)
+        form, is_known = described(self._source)
+        habits = found_out(attempt, form, is_known)
+        if habits.calls and not is_read_back(
+            attempt, form, habits
+        ):  # it has marks of the form only
+            form = replace(GENERIC, reasoning=form.reasoning)
+            habits = found_out(attempt, form, False)
+        return form, habits
 
     def plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as a template reads them. OpenAI's `developer` is a `system` that it may know
@@ -181,13 +191,10 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message are both set: an answer either "
                 "begins or goes on, so set one of them"
             )
-        tools, form = fields.get("tools"), self._described[0]
+        tools, (form, habits) = fields.get("tools"), self._found
         how = (add_generation_prompt, continue_final_message)
         if not form.has_reasoning and not needs_habits(messages, tools):
             return self._rendered(messages, fields, *how)
-        habits = (
-            self._habits
-        )  # also where nothing is left out: answers with reasoning are read by it
         if tools and not habits.tools:
             fields = {name: value for name, value in fields.items() if name != "tools"}
             if not without_calls:

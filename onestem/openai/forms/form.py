@@ -165,3 +165,19 @@ class Form:
         """An id that depends on `parts` alone."""
         digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
         return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
+
+    def own_id(self, given: str, name: str, place: int) -> str:
+        """The id of a call that is sent back, as the family writes it.
+
+        Args:
+            given: the client's, which stays if the family could have written it.
+            place: number of calls before it in the conversation.
+        """
+        if self.id_length:
+            fits = len(given) == self.id_length and given.isascii() and given.isalnum()
+            return given if fits else self.call_id(given)
+        if not self.id_before:
+            return given
+        before = f"{self.opening.removeprefix(self.begin)}{name}{self.id_before}"
+        fits = re.fullmatch(re.escape(before) + self.id_pattern, given) is not None
+        return given if fits else f"{before}{place}"

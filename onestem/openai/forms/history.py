@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onestem.openai.forms.form import Braces, Fields, Form, Gaps, Reasoning
+from onestem.openai.forms.reader import ReadAnswer, Reading
 
 JsonObject = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -70,7 +71,8 @@ def told(
 ) -> list[JsonObject]:
     """The messages with the tools described in the system message, or, where there can be none,
     before the user's first words."""
-    example = [{"function": {"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}}]
+    function = {"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}
+    example = [{"id": form.own_id("", "NAME", 0), "function": function}]
     listed = "\n".join(_json(tool.get("function", tool)) for tool in tools)
     text = _TOLD.format(tools=listed, example=_calls(form, example))
     first, *others = map(dict, messages)
@@ -84,7 +86,7 @@ def told(
 def written(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
     """The messages as a template of these habits writes them whole."""
     made: list[JsonObject] = []
-    joined = _joined(messages, form, habits)
+    joined = _joined(_with_own_ids(messages, form), form, habits)
     for message in _split(joined) if habits.one_call else joined:
         if message["role"] == "assistant":
             turn = _assistant(message, form, habits)
@@ -129,6 +131,29 @@ def _assistant(message: JsonObject, form: Form, habits: Habits) -> JsonObject:
             for call in calls
         ]
     return message
+
+
+def _with_own_ids(messages: Messages, form: Form) -> Messages:
+    """The messages with ids of calls as the model writes them: a client may have others, of another
+    server's answers."""
+    if not form.id_length and not form.id_before:
+        return messages
+    own: dict[str, str] = {}
+    made, place = [], 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            given = call.get("id", "")
+            own[given] = form.own_id(given, call["function"]["name"], place)
+            calls.append({**call, "id": own[given]})
+            place += 1
+        answered = message.get("tool_call_id", "")
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif answered in own:
+            message = {**message, "tool_call_id": own[answered]}
+        made.append(message)
+    return made
 
 
 def _joined(messages: Messages, form: Form, habits: Habits) -> list[JsonObject]:
@@ -183,16 +208,14 @@ def _split(messages: Messages) -> Iterator[JsonObject]:
 def _calls(form: Form, calls: Sequence[Mapping[str, Any]]) -> str:
     """Calls as the model writes them."""
     before, after = form.section
-    each = (_call(form, call, place) for place, call in enumerate(calls))
-    return before + form.separator.join(each) + after
+    return before + form.separator.join(_call(form, call) for call in calls) + after
 
 
-def _call(form: Form, call: Mapping[str, Any], place: int) -> str:
+def _call(form: Form, call: Mapping[str, Any]) -> str:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     own = ""
     if form.id_before:
-        given = str(call.get("id", ""))
-        own = form.id_before + (given if form.id_length else str(place))
+        own = form.id_before + call["id"].rpartition(form.id_before)[2]
     text = arguments if isinstance(arguments, str) else _arguments(form, arguments)
     return f"{form.opening}{name}{own}{form.middle}{text}{form.closing}"
 
@@ -299,7 +322,7 @@ def found_out(
     habits = replace(habits, json=in_json)
     if habits.calls and form.channels is None:
         beside = [_USER, {**_LOOP[1], "content": "qzbeside"}, *_LOOP[2:]]
-        is_there = writes(["qzbeside"], written(beside, form, habits), **given)
+        is_there = writes(["qzbeside", *_CALLED], written(beside, form, habits), **given)
         habits = replace(habits, apart=not is_there)
     system = [{"role": "system", "content": "qzsystem"}, _USER]
     habits = replace(habits, system=writes(["qzsystem", "qzuser"], system), tools=tools)
@@ -321,10 +344,20 @@ def found_out(
     if habits.gaps.before_call is None:
         return habits
     calls: JsonObject = {"role": "assistant", "content": "qzbeside", "tool_calls": [_one_call(1)]}
-    inline: JsonObject = {"role": "assistant", "content": _inlined(calls, form, habits.gaps)}
-    each = (written([_USER, one, _result(1)], form, habits) for one in (calls, inline))
+    own, answer = _with_own_ids([calls, _result(1)], form)
+    inline: JsonObject = {"role": "assistant", "content": _inlined(own, form, habits.gaps)}
+    each = (written([_USER, one, answer], form, habits) for one in (own, inline))
     texts = {render(messages, given) for messages in each}
     return replace(habits, inline=len(texts) == 1 and "" not in texts)
+
+
+def is_read_back(
+    render: Callable[[list[JsonObject], JsonObject], str], form: Form, habits: Habits
+) -> bool:
+    """Whether calls that a template of these habits writes are read in this form."""
+    text = render(written(_LOOP, form, habits), {"tools": [_TOOL]} if habits.tools else {})
+    read = ReadAnswer.of(text.partition("qzuser")[2], Reading(form=form))
+    return all((f"qzname{n}", f'{{"qzkey": "qzvalue{n}"}}') in read.calls for n in (1, 2))
 
 
 _BLANKS = "\n\n\n"
