@@ -41,7 +41,7 @@ def thinks(tmp_path_factory):
 def test_clients(embedded, thinks, names):
     done = subprocess.run(
         [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}",
-         "-o", "python_files=*.py", "-o", "filterwarnings=default", "--tb=short",
+         "-o", "python_files=*.py", "-o", "filterwarnings=ignore", "--tb=short",
          *(FOLDER / f"{name}.py" for name in names)],
         cwd=FOLDER.parents[2], capture_output=True, text=True, timeout=900,
         env={**os.environ, "ONESTEM_URL": embedded.url, "ONESTEM_THINKS_URL": thinks.url},

@@ -73,7 +73,9 @@ def test_a_tool_is_called_and_its_result_is_sent_back(run, api, streamed):
     assert first.usage.input_tokens > 10
     assert first.usage.output_tokens > 5
     items = [*called.to_input_list(), {"role": "user", "content": "And now?"}]
-    agent.model_settings = ModelSettings(tool_choice="none", max_tokens=20, include_usage=True)
+    agent.model_settings = ModelSettings(
+        temperature=0, tool_choice="none", max_tokens=20, include_usage=True
+    )
     then = run(agent, items, streamed)
     assert then.final_output
     (answered,) = then.raw_responses
