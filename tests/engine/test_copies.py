@@ -19,6 +19,9 @@ class Event:
     def __init__(self):
         self.ended = self.waited = False
 
+    def record(self, stream):
+        pass
+
     def query(self):
         return self.ended
 
@@ -93,9 +96,12 @@ def test_what_failed_is_not_taken_for_copied():
     assert list(events) == list(range(PIECES_AHEAD + 3))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_tiers_gpu has the streams")
-def test_what_goes_out_comes_back_in_parts(monkeypatch):
-    """Rows of three pieces, a few at a time; the order of calls stands in for streams."""
+@pytest.fixture
+def pages_aside(monkeypatch):
+    """Two tensors of 9 pages of 4 tokens, and copies as on a GPU; the order of calls stands in for
+    streams."""
+    if torch.cuda.is_available():
+        pytest.skip("test_tiers_gpu has the streams")
     pytest.importorskip("onestem.ops.triton.page_rows")
     monkeypatch.setattr(copies, "BUS_BYTES", 5 * 2 * 3 * 8 * 4)  # five rows
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -108,8 +114,33 @@ def test_what_goes_out_comes_back_in_parts(monkeypatch):
     every = [allocate_pages(9, 4, 3, 8, dtype=torch.float32, device="cpu") for _ in range(2)]
     for pages in every:
         pages.copy_(torch.randn(pages.shape))
+    return every, _GpuCopies(every, 0)
+
+
+def test_steps_wait_where_they_write_to_what_is_copied_out(pages_aside, monkeypatch):
+    _, moved = pages_aside
+    waited = []
+    monkeypatch.setattr(Stream, "wait_event", lambda _, event: waited.append(event))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    moved.out([np.array([5, 6, 7]), np.array([20])])  # of pages 1 and 5
+    moved.out([np.array([35])])  # of page 8
+    moved.guard(np.array([8, 19, 31]))
+    assert not waited
+    moved.guard(np.array([0, 4]))
+    moved.guard(np.array([22, 34]))
+    first, again, second = waited
+    assert first is again is not second
+    moved.guard()
+    assert waited[3:] == [first, second]
+    first.ended = True
+    moved.guard()
+    assert waited[5:] == [second]
+
+
+def test_what_goes_out_comes_back_in_parts(pages_aside):
+    """Rows of three pieces, a few at a time."""
+    every, moved = pages_aside
     before = [pages.clone() for pages in every]
-    moved = _GpuCopies(every, 0)
     order = np.random.default_rng(0).permutation(36)
     slots = [order[:13], order[13:20], order[20:33]]
     rows, wait = moved.out(slots)

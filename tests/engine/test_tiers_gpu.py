@@ -65,26 +65,45 @@ def test_a_restart_finds_files(tiny, tmp_path, monkeypatch):
     assert again.tiers.stats.from_disk_tokens > 100
 
 
+def bits(engine):
+    """Keys and values of the first run."""
+    torch.cuda.synchronize()
+    run = next(iter(engine.cache.tree))
+    slots = torch.from_numpy(run.slots(0, 129)).cuda()
+    every = [pages for pair in engine.launcher.runner.kv_pages for pages in pair]
+    return [read_kv(pages, slots).view(torch.int16).clone() for pages in every]
+
+
 def test_bits_stay(tiny):
     engine = gpu_engine(tiny("llama"), dtype=torch.bfloat16, page_size=16)
     [request] = requests_for([long_prompts(1)[0]])
     answer(engine, [request])
     every = [pages for pair in engine.launcher.runner.kv_pages for pages in pair]
-
-    def bits():
-        torch.cuda.synchronize()
-        run = next(iter(engine.cache.tree))
-        slots = torch.from_numpy(run.slots(0, 129)).cuda()
-        return [read_kv(pages, slots).view(torch.int16).clone() for pages in every]
-
-    before = bits()
+    before = bits(engine)
     engine.cache.make_room(engine.cache.pool.num_pages)
     engine.tiers.prefixes.save_evicted()
+    engine.launcher.runner.copies.guard()
     for pages in every:
         with torch.inference_mode():
             pages.fill_(float("nan"))
     answer(engine, [request])
-    assert all(map(torch.equal, before, bits()))
+    assert all(map(torch.equal, before, bits(engine)))
+
+
+def test_a_step_waits_for_what_it_writes_to(tiny):
+    """Nothing is copied out until the next request's steps were launched, in the same pages."""
+    engine = gpu_engine(tiny("llama"), dtype=torch.bfloat16, page_size=16, num_pages=10)
+    first, second = requests_for(long_prompts(2, head=1))
+    answer(engine, [first])
+    before = bits(engine)
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    with torch.cuda.stream(engine.launcher.runner.copies._out):
+        torch.cuda._sleep(1 << 30)
+    answer(engine, [second])
+    engine.cache.make_room(engine.cache.pool.num_pages)
+    answer(engine, [first])
+    assert engine.tiers.stats.from_host_tokens > 100
+    assert all(map(torch.equal, before, bits(engine)))
 
 
 def test_an_engine_that_slept(tiny):

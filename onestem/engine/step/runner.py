@@ -16,7 +16,7 @@ from torch import Tensor
 from onestem.cache.storage import DiskStore
 from onestem.engine.step.choices import Watched
 from onestem.engine.step.inputs import NewPages, StepInputs
-from onestem.engine.tiers.copies import KvCopies, copies_of
+from onestem.engine.tiers.copies import KvCopies, PageCopies, copies_of
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.delta import LayerStates, StatesOf
 from onestem.models.description import DeltaRule, LayerHeads
@@ -173,6 +173,7 @@ class Runner:
         pages: those that each layer with attention reads.
         choosing_layers: in which questions show what they attend to.
         states: of each layer, inputs of the convolution and matrices (`LayerStates`).
+        copies: of its pages; None: there are no tiers below them.
 
     Args:
         share: `no-attention` writes K and V but attends to nothing (the ceiling).
@@ -207,6 +208,7 @@ class Runner:
             if config.keeps_kv(layer)
         }
         self.kv_pages = list(own.values())
+        self.copies: PageCopies | None = None
         self.pages = {
             layer: own[read]
             for layer, read in enumerate(config.kv_layers)
@@ -246,10 +248,13 @@ class Runner:
 
     def kv_copies(self, budget: int, disk: DiskStore | None) -> KvCopies:
         """See `StepRunner.kv_copies`."""
-        return copies_of(self.kv_pages, budget)
+        self.copies = copies_of(self.kv_pages, budget)
+        return self.copies
 
     def release_pages(self) -> None:
         """Free KV memory; its tensors stay the objects that they are."""
+        if self.copies is not None:
+            self.copies.guard()
         for pages in self._page_tensors():
             pages.untyped_storage().resize_(0)
 
@@ -284,6 +289,8 @@ class Runner:
 
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
         """See `StepRunner.run`."""
+        if self.copies is not None:
+            self.copies.guard(inputs.slots)
         if ids is not None:
             self.decoder.ranks.take_first(ids)
         if ids is None:

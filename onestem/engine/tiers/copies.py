@@ -2,8 +2,9 @@
 
 On a GPU they go through a buffer there, over pinned memory and on streams of their own: copies out
 wait for the steps that wrote the pages, and copies in for those that still read them. Steps go on
-meanwhile; their inputs go over the same bus, so copies in are made in small parts, some with each
-step. On a CPU copies in are made by a thread, without PyTorch's threads, which belong to the steps.
+meanwhile; one that writes to pages which are still copied out waits for that. A step's inputs go
+over the same bus, so copies in are made in small parts, some with each step. On a CPU copies in are
+made by a thread, without PyTorch's threads, which belong to the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from onestem.cache.pieces import PIECE_TOKENS
 from onestem.engine.tiers.arena import PinnedArena
 
-__all__ = ["Copied", "KvCopies", "Part", "copies_of"]
+__all__ = ["Copied", "KvCopies", "PageCopies", "Part", "copies_of"]
 
 BUS_BYTES = 4 << 20  # 0.08 ms on the bus, for which each of a step's inputs waits
 PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
@@ -89,7 +90,7 @@ class KvCopies(Protocol):
 
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         """Copy what is at slots (int64 `[n]` each) after the steps that were launched. The pages
-        may be written by the next step.
+        may be written by the next step, which waits (`PageCopies.guard`).
 
         Returns:
             rows of each part, and what waits until all are filled.
@@ -105,7 +106,16 @@ class KvCopies(Protocol):
         ...
 
 
-def copies_of(pages: Sequence[tuple[Tensor, Tensor]], budget: int) -> KvCopies:
+class PageCopies(KvCopies, Protocol):
+    """Those of one device, whose steps they watch."""
+
+    def guard(self, slots: np.ndarray | None = None) -> None:
+        """Let what is launched next wait until what it writes to was copied out: the pages of slots
+        (int64 `[n]`), or all pages."""
+        ...
+
+
+def copies_of(pages: Sequence[tuple[Tensor, Tensor]], budget: int) -> PageCopies:
     """Copies of an engine's pages.
 
     Args:
@@ -157,6 +167,9 @@ class _CpuCopies:
 
     def into(self, parts: Sequence[Part]) -> Copied:
         return _ByThread(self._thread.submit(self._into, parts))
+
+    def guard(self, slots: np.ndarray | None = None) -> None:
+        pass
 
     def _into(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -258,17 +271,18 @@ class _GpuCopies:
         self._arena = PinnedArena(budget)
         self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
         self._bus_rows = max(1, BUS_BYTES // (self.width * self.dtype.itemsize))
-        self._landing, *self._buffers = (  # for copies in, and out
+        self._landing, self._leaving = (  # for copies in, and out
             torch.empty(PIECE_TOKENS, self.width, dtype=self.dtype, device=self._device)
-            for _ in range(3)
+            for _ in range(2)
         )
-        self._emptied = [torch.cuda.Event() for _ in self._buffers]
-        self._next = 0
+        self._page_size = every[0].shape[1]
+        # Pages that are copied out, and the event after which they may be written.
+        self._unread: deque[tuple[np.ndarray, torch.cuda.Event]] = deque()
         # What copies go to or come from must not be used again before they are done.
         self._busy: deque[tuple[torch.cuda.Event, object]] = deque()
         none = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._rows.gather(none, 0, 1, self._buffers[0])  # compiled before anybody waits for it
-        self._rows.scatter(none, 0, 1, self._buffers[0])
+        self._rows.gather(none, 0, 1, self._leaving)  # compiled before anybody waits for it
+        self._rows.scatter(none, 0, 1, self._leaving)
 
     def host_rows(self, num_tokens: int) -> Tensor:
         shape = num_tokens, self.width
@@ -288,22 +302,26 @@ class _GpuCopies:
     @torch.inference_mode()
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         self._rows.locate()
-        main = torch.cuda.current_stream(self._device)
         every = [self.host_rows(len(slots)) for slots in parts]
-        slots = self._slots(parts)
-        for rows, at in _pieces(every):
-            buffer, emptied = self._buffers[self._next], self._emptied[self._next]
-            self._next = 1 - self._next
-            main.wait_event(emptied)
-            self._rows.gather(slots, at, len(rows), buffer)
-            self._out.wait_stream(main)
-            with torch.cuda.stream(self._out):
-                rows.copy_(buffer[: len(rows)], non_blocking=True)
-                emptied.record(self._out)
-        event = torch.cuda.Event()
-        event.record(self._out)
-        self._keep(event, every)
-        return every, event.synchronize
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        read, copied = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(self._out):
+            slots = self._slots(parts)
+            for rows, at in _pieces(every):
+                self._rows.gather(slots, at, len(rows), self._leaving)
+                read.record(self._out)  # in the end, of the last
+                rows.copy_(self._leaving[: len(rows)], non_blocking=True)
+            copied.record(self._out)
+        self._unread.append((np.unique(np.concatenate(parts) // self._page_size), read))
+        self._keep(copied, every)
+        return every, copied.synchronize
+
+    def guard(self, slots: np.ndarray | None = None) -> None:
+        while self._unread and self._unread[0][1].query():
+            self._unread.popleft()
+        for pages, read in self._unread:
+            if slots is None or np.isin(slots // self._page_size, pages).any():
+                torch.cuda.current_stream(self._device).wait_event(read)
 
     @torch.inference_mode()
     def into(self, parts: Sequence[Part]) -> Copied:
