@@ -259,6 +259,8 @@ def read_responses(body: Mapping[str, Any], recall: Recall, keep: Keep) -> Asked
     if isinstance(new, str):
         new = [{"type": "message", "role": "user", "content": new}]
     earlier = [] if before is None else before.items()
+    if not earlier and not new:
+        raise RequestError("input is [], expected text or a list of at least one item")
     messages = _messages(check(Input, {"input": [*earlier, *new]}).input)
     if fields.instructions is not None:
         messages.insert(0, {"role": "system", "content": fields.instructions})

@@ -106,6 +106,7 @@ IMAGE = {"type": "input_image", "image_url": "x"}
     ("changes", "message"),
     [
         ({"input": None}, "body has no input"),
+        ({"input": []}, "input is [], expected text or a list of at least one item"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "type is 'input_image'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: type is 'item_reference'"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "only encrypted_content"),

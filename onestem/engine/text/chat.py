@@ -124,7 +124,9 @@ class ChatTemplate:
                 "it out"
             )
         if "reasoning_effort" in fields and "reasoning_effort" not in self._source:
-            raise RequestError("reasoning_effort: the model's chat template does not know it")
+            raise RequestError(
+                "effort of reasoning: the model's chat template does not know it, leave it out"
+            )
         return fields
 
     def writes_documents(
