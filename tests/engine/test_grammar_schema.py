@@ -23,6 +23,7 @@ from onestem.errors import RequestError, UnsupportedError
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
+CORE = xgrammar.base._core
 
 INTEGER = {"type": "integer"}
 NULL = {"type": "null"}
@@ -474,21 +475,20 @@ def test_an_escape_at_a_limit_is_finished(tokenizer: Tokenizer, compiler: Gramma
 
 @pytest.mark.parametrize("most", [17, 100, 2_000])
 def test_a_limit_of_any_length_is_one_rule(most: int) -> None:
-    core = xgrammar.base._core
     names = [f"p{i}" for i in range(10)]
     schema = an_object(properties={name: string(maxLength=most) for name in names}, required=names)
-    rules = ebnf_of(core, schema, strict=True, short=16).splitlines()
+    rules = ebnf_of(CORE, schema, strict=True, short=16).splitlines()
     assert sum("max_chars" in rule for rule in rules) == 1
     # A compiler copies what is repeated a number of times; exponents have two digits.
     assert not any("{" in re.sub(r'\{[01], -1\}|\{1, 2\}|"\{"', "", rule) for rule in rules)
-    compiled = core.Grammar.from_ebnf("\n".join(rules), "root")  # it is one
+    compiled = CORE.Grammar.from_ebnf("\n".join(rules), "root")  # it is one
     assert str(compiled.to_string())
 
 
 def test_a_literal_is_no_rule() -> None:
     text = 'root_characters{0, 5} "\\"" [^x]'
     schema = an_object(properties={"a": {"const": text}, "b": string(maxLength=5)})
-    written = ebnf_of(xgrammar.base._core, schema, strict=True, short=16)
+    written = ebnf_of(CORE, schema, strict=True, short=16)
     plain = xgrammar.Grammar.from_json_schema(json.dumps({"const": text}), any_whitespace=False)
     literal = re.search(r"^root ::= \(\((.*)\)\)$", str(plain), re.MULTILINE)
     assert literal is not None
@@ -501,8 +501,7 @@ def test_a_token_that_opens_a_string_may_not_pass_its_limit() -> None:
     assert longest_entry(tokens, in_json=True) == 2
     assert longest_entry([*tokens, b'"\\n\\"', b': "\\'], in_json=True) == 4
     assert longest_entry(tokens, in_json=False) == 7
-    core = xgrammar.base._core
-    assert "max_chars" not in ebnf_of(core, string(maxLength=40), strict=True, short=40)
+    assert "max_chars" not in ebnf_of(CORE, string(maxLength=40), strict=True, short=40)
 
 
 # --- hostile schemas ---------------------------------------------------------------------------
