@@ -51,7 +51,6 @@ from onestem.prompts import (
 from onestem.request import (
     ONE_TOKEN,
     Answer,
-    Documents,
     Request,
     RequestOutput,
     SamplingParams,
@@ -565,7 +564,7 @@ class LLM(Beside):
         """Validated requests, in the prompts' order, and the order in which they begin."""
         each, arrays = params_for_each(params, len(ids)), [one.array for one in ids]
         requests = [
-            self._request(one.listed, text, its, one.array, one.documents)
+            self._request(one.listed, text, its, one.array, documents=one.documents, **one.around)
             for one, text, its in zip(ids, texts, each, strict=True)
         ]
         self._validate(requests)
@@ -626,7 +625,7 @@ class LLM(Beside):
         text: str | None,
         params: SamplingParams,
         array: NDArray[np.integer] | None = None,
-        documents: Documents | None = None,
+        **more: Any,
     ) -> Request:
         self._count += 1
         return Request(
@@ -635,7 +634,7 @@ class LLM(Beside):
             prompt_array=array,
             prompt=text,
             params=params,
-            documents=documents,
+            **more,
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
@@ -54,12 +55,13 @@ PmlSource = PmlPrompt | str | os.PathLike[str]
 
 
 class PromptIds(NamedTuple):
-    """Token ids of a prompt: as a sequence to hand on, and as an array to compute with; and those
-    that are documents', for a chat with `repair`."""
+    """Token ids of a prompt: as a sequence to hand on, and as an array to compute with; and of a
+    chat, those that are documents' (`repair`), and how many are `around` messages."""
 
     listed: list[int]
     array: NDArray[np.int64]
     documents: Documents | None = None
+    around: Mapping[str, int] = MappingProxyType({})
 
 
 class ScoreItems(NamedTuple):
@@ -198,7 +200,8 @@ class PromptReader:
                 prompt, tools = read_chat(fields)
                 assert prompt.messages is not None
                 chat = tokenizer.chat(prompt.messages, **vars(prompt.template))
-                ids.append(_ids_of(chat.ids)._replace(documents=chat.documents))
+                around = tokenizer.around(prompt, chat.ids)
+                ids.append(_ids_of(chat.ids)._replace(documents=chat.documents, around=around))
         return ids, tools
 
     def with_calls(

@@ -261,6 +261,15 @@ def test_chat(llm):
     assert llm.chat([], params) == llm.chat([], [params]) == []
 
 
+def test_chats_tell_where_the_system_message_ends(llm, monkeypatch):
+    seen, run = [], llm.engine.run
+    monkeypatch.setattr(llm.engine, "run", lambda some: run(seen.append(x) or x for x in some))
+    system, question = {"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}
+    llm.chat([[system, question], [question]], SamplingParams(max_tokens=1))
+    alone = llm.tokenizer.apply_chat_template([system], add_generation_prompt=False)
+    assert {one.system_tokens for one in seen} == {len(alone), 0}
+
+
 def test_chat_that_goes_on_and_variables_of_the_template(llm):
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "I am"}]

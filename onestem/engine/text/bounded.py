@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onestem.engine.text.tokenizer import ChatIds, Tokenizer, Written
+from onestem.engine.text.tokenizer import ChatIds, Tokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import Form, Reading
 from onestem.rawtext import RawText
+
+if TYPE_CHECKING:
+    from onestem.openai.read import Prompt
 
 TAG = re.compile(r"<[^>]*>")
 MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay out and to compile
@@ -72,9 +75,16 @@ class BoundedTokenizer:
             messages, add_generation_prompt, max_tokens=self._max_model_len, **how
         )
 
-    def written(self, fields: Mapping[str, Any]) -> Written:
-        """See `Tokenizer.written`."""
-        return self._tokenizer.written(fields)
+    def around(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, int]:
+        """Fields of a `Request` for a chat: what its template has written around messages."""
+        if not prompt.messages:
+            return {}
+        written = self._tokenizer.written(prompt.template.fields)
+        prefilled = written.prefilled if prompt.template.add_generation_prompt else 0
+        first = prompt.messages[0]["role"]
+        has_system = first in ("system", "developer") or bool(prompt.template.fields.get("tools"))
+        system = written.first_message(ids) if has_system else 0
+        return {"prefilled_tokens": prefilled, "system_tokens": system}
 
     @property
     def first_id(self) -> int | None:

@@ -205,7 +205,7 @@ def _requests(
             if asked.echo
             else None,
             stream=asked.stream,
-            **_written(tokenizer, asked.prompts[number], own.ids),
+            **({} if tokenizer is None else tokenizer.around(asked.prompts[number], own.ids)),
         )
         for number, own in enumerate(each)
     ]
@@ -309,20 +309,6 @@ def _pml_request(
     )
     service.model.check(request)
     return request
-
-
-def _written(
-    tokenizer: BoundedTokenizer | None, prompt: Prompt, ids: Sequence[int]
-) -> dict[str, int]:
-    """Fields of a `Request` for a chat: what its template has written around messages."""
-    if tokenizer is None or not prompt.messages:
-        return {}
-    written = tokenizer.written(prompt.template.fields)
-    prefilled = written.prefilled if prompt.template.add_generation_prompt else 0
-    first = prompt.messages[0]["role"]
-    has_system = first in ("system", "developer") or bool(prompt.template.fields.get("tools"))
-    system = written.first_message(ids) if has_system else 0
-    return {"prefilled_tokens": prefilled, "system_tokens": system}
 
 
 def _reading(
