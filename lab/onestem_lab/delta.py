@@ -60,14 +60,20 @@ def main() -> None:
         write(options.out, result)
 
 
-# Other constants of the kernels: pieces of states, warps and stages.
+# Other constants of the kernels: pieces of states and stages; pieces, warps and registers.
 OF_PROMPTS = [
-    {"_SCAN_COLUMNS": (columns,), "_SCAN_WARPS": warps, "_SCAN_STAGES": stages}
-    for columns, warps, stages in (*product((16, 32, 64), (4,), (1, 2, 3)), (32, 8, 2), (64, 8, 2))
-] + [{"_WITHIN_WARPS": 8}]
+    {"_SCAN_COLUMNS": (columns,), "_SCAN_STAGES": stages}
+    for columns, stages in product((16, 32, 64), (2, 3))
+]
 OF_DECODES = [
-    {"_FEW_COLUMNS": columns, "_FEW_WARPS": warps}
-    for columns, warps in product((8, 16, 32, 64), (1, 2, 4))
+    {"_FEW_COLUMNS": columns, "_FEW_WARPS": warps, "_FEW_REGISTERS": registers}
+    for columns, warps, registers in (
+        (32, 4, None),
+        (32, 4, 96),
+        (16, 2, 96),
+        (16, 1, None),
+        (8, 1, 80),
+    )
 ]
 
 

@@ -27,10 +27,12 @@ _CONV_BLOCK = 256  # channels of a program
 _CONV_ROWS = 8
 _NORM_HEADS = 4
 _GATE_BLOCK = 256
-# Columns of a state in a program, and its warps: of few rows, and of chunks. With 8 warps and rows
-# of float32 ptxas 12.8 makes addresses of shared memory from registers that hold other values.
-_FEW_COLUMNS, _FEW_WARPS, _WITHIN_WARPS = 32, 4, 4
-_SCAN_COLUMNS, _SCAN_WARPS, _SCAN_STAGES = (64, 32, 16), 4, 2
+# Columns of a state in a program, its warps, and registers of a thread. One warp sums without
+# barriers, and more states are read at once where fewer registers hold them.
+_FEW_COLUMNS, _FEW_WARPS, _FEW_REGISTERS = 16, 1, 128
+# Of chunks. With two stages a read begins when it is waited for; with 8 warps and float32, ptxas
+# 12.8 makes addresses of shared memory from registers that hold other values by then.
+_WARPS, _SCAN_COLUMNS, _SCAN_STAGES = 4, (64, 32, 16), 3
 _EPS: tl.constexpr = tl.constexpr(NORM_EPS)
 _FEW: tl.constexpr = tl.constexpr(FEW_ROWS)
 
@@ -314,16 +316,19 @@ def _over_chunks(
     kept = (d < tl.where(source < 0, 0, dk))[:, None] & in_value
     state = tl.load(before, mask=kept, other=0.0)
     kind: tl.constexpr = v.dtype.element_ty
-    at = (head // group) * dk + d[None, :]
+    # Places in a chunk: the loop adds where it begins.
+    line, at = i[:, None].to(tl.int64), (head // group) * dk + d[None, :]
+    of_keys, of_queries = k + line * k_stride + at, q + line * q_stride + at
+    of_values = v + line * v_stride + head * dv + j[None, :]
+    of_out = out + (line * heads + head) * dv + j[None, :]
     square = i[:, None] * CHUNK + i[None, :]
     for n in tl.range(0, num_chunks, num_stages=STAGES):
-        row = base + n * CHUNK + i
-        inside = ((row >= first) & (row < end))[:, None]
-        line = row.to(tl.int64)[:, None]
-        keys = tl.load(k + line * k_stride + at, mask=inside & in_key, other=0.0)
-        queries = tl.load(q + line * q_stride + at, mask=inside & in_key, other=0.0)
-        of_values = v + line * v_stride + head * dv + j[None, :]
-        values = tl.load(of_values, mask=inside & in_value, other=0.0)
+        row = base + n * CHUNK
+        inside = ((row + i >= first) & (row + i < end))[:, None]
+        row = row.to(tl.int64)
+        keys = tl.load(of_keys + row * k_stride, mask=inside & in_key, other=0.0)
+        queries = tl.load(of_queries + row * q_stride, mask=inside & in_key, other=0.0)
+        values = tl.load(of_values + row * v_stride, mask=inside & in_value, other=0.0)
         place = ((chunk + n).to(tl.int64) * heads + head) * CHUNK
         solution = tl.load(solutions + place * CHUNK + square)
         weight = tl.load(weights + place * CHUNK + square)
@@ -336,11 +341,10 @@ def _over_chunks(
         change = tl.dot(solution, right.to(kind), input_precision=PRECISION)
         result = of_seen[:, None] * tl.dot(queries, held, input_precision=PRECISION)
         result += tl.dot(weight, change.to(kind), input_precision=PRECISION)
+        tl.store(of_out + row * (heads * dv), result.to(kind), mask=inside & in_value)
         change *= of_change[:, None]
         added = tl.dot(tl.trans(keys), change.to(kind), input_precision=PRECISION)
         state = fade * state + added
-        to = out + (line * heads + head) * dv + j[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask=inside & in_value)
     after = states + (target.to(tl.int64) * heads + head) * (dk * dv) + piece
     tl.store(after, state, mask=mask)
 
@@ -452,7 +456,7 @@ class TritonDelta(DeltaOps):
         # A product has 16 rows, columns and steps at least.
         block = max(16, triton.next_power_of_2(dk))
         if len(rows.scans) < len(rows.parts):
-            columns = min(_FEW_COLUMNS, triton.next_power_of_2(dv))
+            columns = min(_FEW_COLUMNS * 128 // max(block, 128), triton.next_power_of_2(dv))
             _few_rows[(triton.cdiv(dv, columns), heads, len(rows.parts))](
                 q,
                 k,
@@ -468,6 +472,7 @@ class TritonDelta(DeltaOps):
                 DK=block,
                 COLUMNS=columns,
                 num_warps=_FEW_WARPS,
+                maxnreg=_FEW_REGISTERS,
                 **options,
             )
         if len(rows.chunks):
@@ -494,7 +499,7 @@ class TritonDelta(DeltaOps):
                 LEVELS=CHUNK.bit_length() - 1,
                 DK=block,
                 PRECISION=precision,
-                num_warps=_WITHIN_WARPS,
+                num_warps=_WARPS,
                 **options,
             )
             columns = _scan_columns(len(rows.scans) * heads, dv, v.device)
@@ -515,9 +520,9 @@ class TritonDelta(DeltaOps):
                 CHUNK=CHUNK,
                 DK=block,
                 COLUMNS=columns,
-                STAGES=1 if wide else _SCAN_STAGES,
+                STAGES=1 if wide else _SCAN_STAGES if block <= 128 else 2,
                 PRECISION=precision,
-                num_warps=_SCAN_WARPS,
+                num_warps=_WARPS,
                 **options,
             )
         return out
