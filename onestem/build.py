@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from onestem import __version__
-from onestem.batch import model_identity
+from onestem.batch import model_files, model_identity
 from onestem.cache.host import HostStore
 from onestem.cache.pieces import PIECE_TOKENS
 from onestem.cache.storage import DiskStore
@@ -160,11 +161,18 @@ def _keep_below(engine: Engine, path: Path) -> None:
     size = options.tensor_parallel_size
     host = parse_memory(options.host_kv) // size
     piece = PIECE_TOKENS * engine.weights.decoder.kv_bytes_per_token
-    if options.disk_kv is None and 0 < host < piece:  # reading files takes more anyway
-        raise ConfigError(
-            f"host_kv is {options.host_kv}, and {PIECE_TOKENS} tokens, which are kept together, "
-            f"take {size * piece} bytes: give at least these, or 0"
-        )
+    if parse_memory(options.host_kv) > ram_bytes():
+        have = f"this machine has {ram_bytes() / GIB:.1f} GiB"
+        raise ConfigError(f"host_kv is {options.host_kv}, {have}: lower it")
+    sizes = {"disk_kv_size": options.disk_kv_size}
+    if options.disk_kv is None:  # reading files takes more host memory anyway
+        sizes = {"host_kv": options.host_kv}
+    for name, given in sizes.items():
+        if 0 < parse_memory(given) < size * piece:
+            raise ConfigError(
+                f"{name} is {given}, and {PIECE_TOKENS} tokens, which are kept together, "
+                f"take {size * piece} bytes: give at least these, or 0"
+            )
     row_seconds = None
     if options.disk_kv is not None:
         identity = kv_identity(options, path)
@@ -183,15 +191,17 @@ def _keep_below(engine: Engine, path: Path) -> None:
 def kv_identity(options: EngineOptions, path: Path) -> str:
     """What keys and values depend on besides tokens and labels; `options` are an engine's, `path`
     is its model's directory."""
-    files = path.iterdir() if path.is_dir() else [path]
-    changed = max((file.stat().st_mtime_ns for file in files if file.is_file()), default=0)
+    identity = model_identity(path)  # first: it refuses what is no file
+    # Each of them: large files are sampled, and one may be older than what it takes the place of.
+    times = str([file.stat().st_mtime_ns for file in model_files(path)])
+    changed = hashlib.blake2b(times.encode(), digest_size=8).hexdigest()
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
     bits = f" {bits_identity(options)}" if options.deterministic else ""
     size = options.tensor_parallel_size
     ranks = f" on {size} ranks" if size > 1 else ""
-    return f"{model_identity(path)} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
+    return f"{identity} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
 
 
 def bits_identity(options: EngineOptions) -> str:

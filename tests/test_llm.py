@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import pickle
 import shutil
 import signal
@@ -24,7 +25,7 @@ from onestem import LLM, SamplingParams
 from onestem.build import kv_identity, largest_decode, pick_device
 from onestem.errors import ConfigError, RequestError
 from onestem.models.find import find_model
-from onestem.options import Levels, parse_memory
+from onestem.options import EngineOptions, Levels, parse_memory
 from onestem.scores import ScoreTree
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -717,6 +718,32 @@ def test_without_a_folder_no_weights_are_hashed(model, monkeypatch):
 def test_host_memory_holds_a_piece_at_least(model):
     with pytest.raises(ConfigError, match="host_kv is 4KiB, and 512 tokens"):
         LLM(model, host_kv="4KiB", **OPTIONS)
+
+
+def test_a_folder_has_room_for_a_piece_at_least(model, tmp_path):
+    with pytest.raises(ConfigError, match="disk_kv_size is 4KiB, and 512 tokens"):
+        LLM(model, disk_kv=tmp_path / "kv", disk_kv_size="4KiB", **OPTIONS)
+
+
+def test_host_memory_that_is_not_there_is_refused(model):
+    with pytest.raises(ConfigError, match=r"host_kv is 4000000GiB, this machine has .* GiB: lower it"):
+        LLM(model, host_kv="4000000GiB", **OPTIONS)
+
+
+def test_an_older_file_in_place_of_weights_is_another_model(model, tmp_path, monkeypatch):
+    """Where the files are too large to be read whole, and differ between what is read."""
+    monkeypatch.setattr("onestem.batch.identity.WHOLE_BYTES", 0)
+    monkeypatch.setattr("onestem.batch.identity.SAMPLE_BYTES", 1)
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    options = EngineOptions(model=folder, device="cpu", dtype="float32")
+    weights, before = folder / "model.safetensors", kv_identity(options, folder)
+    assert kv_identity(options, folder) == before
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, (1e9, 1e9))
+    assert kv_identity(options, folder) != before
 
 
 def test_a_broken_link_beside_the_weights_is_no_weight(model, tmp_path):

@@ -1,7 +1,7 @@
 """Offline jobs: OpenAI's batch format in and out, resumable, in bounded memory. No torch."""
 
 from onestem.batch.first_pass import Rules, output_lengths
-from onestem.batch.identity import model_identity
+from onestem.batch.identity import model_files, model_identity
 from onestem.batch.inputs import JobInput
 from onestem.batch.interface import (
     DIED_TWICE,
@@ -26,6 +26,7 @@ __all__ = [
     "Rules",
     "SpooledPrompts",
     "expected_outputs",
+    "model_files",
     "model_identity",
     "output_lengths",
     "run_job",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from onestem.errors import JobError
@@ -23,17 +24,23 @@ def model_identity(directory: str | os.PathLike[str]) -> str:
     Files of up to 64 MiB are hashed in full. Larger ones count by size and 64 samples of 64 KiB,
     from the beginning to the end. That is enough to tell trainings of a model apart.
     """
-    folder = Path(directory)
     digest = hashlib.sha256()
     try:
-        files = {path for pattern in PATTERNS for path in folder.glob(pattern)}
-        for path in sorted(files) if folder.is_dir() else open_gguf(folder).parts:
+        for path in model_files(directory):
             check_regular(path, JobError, most_bytes=None)
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(_content_hash(path))
     except OSError as error:
         raise JobError(f"cannot read {error.filename}: {error.strerror}") from error
     return digest.hexdigest()[:16]
+
+
+def model_files(directory: str | os.PathLike[str]) -> Sequence[Path]:
+    """What answers depend on: files in a model directory, or a GGUF file and its other parts."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return open_gguf(folder).parts
+    return sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
 
 
 def _content_hash(path: Path) -> bytes:
