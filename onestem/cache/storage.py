@@ -14,9 +14,8 @@ import json
 import logging
 import os
 import re
+import secrets
 import struct
-import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 FORMAT = "onestem kv 4"
 PLACES = 509  # words of a checksum: a prime, since files and disks are damaged by pages
 MOST_HEADER = 1 << 16  # bytes
-WRITERS = 4  # stores that may fill what one of them has seen free
+WRITERS = 16  # stores that may fill what one of them has seen free
 FREED = 32  # a full folder gets so much of its budget free again: a part
 PARTS = ("kv", "tokens")
 DTYPES = {
@@ -43,8 +42,10 @@ DTYPES = {
     torch.float16: "F16",
     torch.int32: "I32",
 }  # as files name them
-LEFTOVER_SECONDS = 3600.0  # no file takes so long to write
-_FILE = re.compile(r"([0-9a-f]{32}(-[0-9a-f]{32}-\d+)?)(\.\d+-of-\d+)?\.safetensors")
+# What a killed process left unfinished counts as well, and goes in its turn.
+_FILE = re.compile(
+    r"\.?[0-9a-f]{32}(-[0-9a-f]{32}-\d+)?(\.\d+-of-\d+)?\.safetensors(\.[0-9a-f-]+\.part)?"
+)
 
 
 class DiskStore:
@@ -78,7 +79,6 @@ class DiskStore:
         except (OSError, ValueError) as error:  # a NUL byte is no error of the system's
             why = getattr(error, "strerror", error)
             raise ConfigError(f"disk_kv {str(folder)!r} cannot be made: {why}") from error
-        self._remove_leftovers()
 
     @property
     def share(self) -> int:
@@ -159,7 +159,7 @@ class DiskStore:
     def _write(self, name: str, kv: Tensor, tokens: Tensor) -> int:
         """Bytes of the file that is there now; 0: there is none."""
         path = self.path(name)
-        part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         header: dict[str, object] = {}
         metadata, end = self._metadata(name), 0
         for one, tensor in zip(PARTS, (kv, tokens), strict=True):
@@ -170,7 +170,8 @@ class DiskStore:
         text = json.dumps({"__metadata__": metadata, **header}).encode()
         text += b" " * (-len(text) % 8)
         try:
-            with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # removed meanwhile
+            with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
                 file.write(struct.pack("<Q", len(text)) + text)
                 for tensor in (kv, tokens):
                     file.write(_bytes(tensor).data)
@@ -210,14 +211,6 @@ class DiskStore:
                         status = path.stat()
                         found.append((status.st_mtime, status.st_size, path))
         return sorted(found)
-
-    def _remove_leftovers(self) -> None:
-        """Remove files that killed processes left unfinished."""
-        with contextlib.suppress(OSError):
-            for part in self.folder.glob(".*.safetensors.*.part"):
-                with contextlib.suppress(OSError):
-                    if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
-                        part.unlink()
 
     def _trim(self, written: int) -> None:
         """Remove what exceeds the budget. The folder, which may have very many files, is listed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 
 import numpy as np
@@ -35,13 +36,16 @@ def engine_with(path, folder=None, *, host=0, disk=16 * MIB, identity="model", *
 
 
 def run(engine, compiled):
-    """Answers, what was seen, and how many module rows were computed."""
+    """Answers, what was seen, how many module rows were computed, and how many tokens requests say
+    that they found in host memory and on the disk."""
     seen = record(engine)
     outputs = answer(engine, [pml_request(i, one) for i, one in enumerate(compiled)])
     if engine.tiers is not None:
         engine.tiers.stores.flush()
     tokens = [outputs[str(i)].outputs[0].token_ids for i in range(len(compiled))]
-    return tokens, seen, sum(o.metrics.num_computed_tokens for o in outputs.values())
+    costs = [one.metrics for one in outputs.values()]
+    below = [sum(one.num_host_tokens for one in costs), sum(one.num_disk_tokens for one in costs)]
+    return tokens, seen, sum(one.num_computed_tokens for one in costs), below
 
 
 def same(first, second) -> bool:
@@ -64,6 +68,7 @@ def test_a_restart_finds_modules_on_the_disk(tiny, tmp_path, isolation, family, 
     second = run(again, compiled)
     assert same(first, second)
     assert again.tiers.stats.from_disk_tokens == sum(cached.values())
+    assert second[3] == [0, sum(cached.values())]
     assert second[2] <= sum(one.num_computed_tokens for one in compiled)
     assert len(again.cache.modules) == len(cached)
 
@@ -78,6 +83,7 @@ def test_what_was_evicted_comes_back_from_host_memory(tiny, isolation):
     second = run(engine, compiled)
     assert same(first, second)
     assert engine.tiers.stats.from_host_tokens > 0
+    assert second[3] == [engine.tiers.stats.from_host_tokens, 0]
     assert second[2] <= sum(one.num_computed_tokens for one in compiled)
 
 
@@ -270,16 +276,45 @@ def test_what_a_checksum_sees(tmp_path):
     assert store.read(A, torch.empty_like(rows))
 
 
-def test_leftovers_of_a_killed_process_go(tmp_path):
-    store = DiskStore(tmp_path, MIB, "m")
-    old, new = (tmp_path / f".{store.path(A).name}.{pid}-1.part" for pid in (1, 2))
-    for path in (old, new):
-        path.write_bytes(b"x")
-    os.utime(old, (1e9, 1e9))
-    (tmp_path / ".mine.part").write_text("")
-    os.utime(tmp_path / ".mine.part", (1e9, 1e9))
-    DiskStore(tmp_path, MIB, "m")
-    assert {path.name for path in tmp_path.iterdir()} == {new.name, ".mine.part"}
+def test_leftovers_of_killed_processes_are_within_the_bound(tmp_path, monkeypatch):
+    """They count as what is whole does, and go in their turn."""
+    store, rows = DiskStore(tmp_path, 10_000, "m"), torch.zeros(32, 32)
+    (tmp_path / ".mine.part").write_bytes(bytes(20_000))
+    with monkeypatch.context() as killed:
+        killed.setattr("os.replace", lambda *_: pytest.fail("killed"))
+        for name in (A, B):
+            with pytest.raises(pytest.fail.Exception):
+                store.put(name, rows, IDS)
+    first, second = sorted(path for path in tmp_path.iterdir() if path.name != ".mine.part")
+    os.utime(second, (1e9, 1e9))
+    assert store.put(C, rows, IDS)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".mine.part", first.name, store.path(C).name,
+    }  # fmt: skip
+    assert store.names() == [C]
+
+
+def test_no_link_in_the_folder_is_written_through(tmp_path, monkeypatch):
+    store, file = DiskStore(tmp_path / "kv", MIB, "m"), tmp_path / "file"
+    file.write_text("mine")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    (store.folder / f".{store.path(A).name}.0.part").symlink_to(file)
+    assert not store.put(A, torch.zeros(16, 16), IDS)
+    store.path(B).symlink_to(file)
+    (store.folder / f".{store.path(A).name}.0.part").unlink(missing_ok=True)
+    assert store.put(B, torch.zeros(16, 16), IDS)
+    assert file.read_text() == "mine"
+    assert not store.path(B).is_symlink()
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    store, rows = DiskStore(tmp_path / "kv", MIB, "m"), torch.zeros(16, 16)
+    assert store.put(A, rows, IDS)
+    shutil.rmtree(store.folder)
+    assert store.names() == []
+    assert store.put(B, rows, IDS)
+    assert store.names() == [B]
+    assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
@@ -315,17 +350,18 @@ def test_a_folder_without_rights_is_a_miss(tmp_path):
 
 
 def test_a_full_folder_keeps_its_bound_without_a_look_at_each_write(tmp_path, monkeypatch):
-    """Four stores write in turns: what one has not seen of the others fits as well."""
-    rows, listings = torch.zeros(64, 64), []
-    budget = 256 * rows.nbytes
-    stores = [DiskStore(tmp_path, budget, "m") for _ in range(4)]
+    """Stores write in turns: what one has not seen of the others fits as well."""
+    rows, listings = torch.zeros(16, 16), []
+    budget = 2048 * rows.nbytes
+    stores = [DiskStore(tmp_path, budget, "m") for _ in range(16)]
     listed = DiskStore.files
     monkeypatch.setattr(DiskStore, "files", lambda self: listings.append(1) or listed(self))
-    for i in range(400):
-        assert stores[i % 4].put(f"{i:032x}", rows, IDS)
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= budget + rows.nbytes
-    assert len(listings) < 200
-    assert f"{399:032x}" in stores[0]
+    for i in range(3000):
+        assert stores[i % 16].put(f"{i:032x}", rows, IDS)
+        if i % 16 == 0:
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= budget + rows.nbytes
+    assert len(listings) < 1500
+    assert f"{2999:032x}" in stores[0]
 
 
 def test_without_sharing_there_are_no_tiers(tiny):
@@ -340,7 +376,7 @@ def test_other_weights_forget_what_tiers_keep(tiny, tmp_path):
     other = changed_model(tiny("llama"), tmp_path / "other")
     folder = tmp_path / "modules"
     engine = engine_with(tiny("llama"), folder, host=16 * MIB)
-    tokens, seen, computed = run(engine, compiled)
+    tokens, seen, computed, _ = run(engine, compiled)
     before = tokens, dict(seen), computed  # the engine is watched on
     files = sorted(folder.iterdir())
     engine.weights.update(tensors_of(other).items())
