@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["ENVIRONMENT", "Command", "Done", "onestem"]
+__all__ = ["ENVIRONMENT", "FORKSERVER", "Command", "Done", "onestem"]
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _IMPORTED = "tests.forked_imports"
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([_IMPORTED])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload([_IMPORTED])
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Command:
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for file in self._files:
             file.touch()
-        self._process = _context.Process(
+        self._process = FORKSERVER.Process(
             target=_run,
             args=(list(map(str, arguments)), list(map(str, self._files)), folder, signal_after),
         )

@@ -57,6 +57,10 @@ def metrics_of(state: RequestState) -> RequestMetrics:
     metrics.num_cached_tokens = max(0, metrics.num_prompt_tokens - metrics.num_computed_tokens)
     copied = object.__new__(RequestMetrics)
     copied.__dict__.update(metrics.__dict__)
+    # What is copied back after a preemption was computed before, or is no prompt's.
+    copied.num_disk_tokens = min(metrics.num_disk_tokens, metrics.num_cached_tokens)
+    in_memory = metrics.num_cached_tokens - copied.num_disk_tokens
+    copied.num_host_tokens = min(metrics.num_host_tokens, in_memory)
     return copied
 
 

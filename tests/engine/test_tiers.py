@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.engine.test_pml_tiers import empty, flip, same, truncate
+from tests.forked import ENVIRONMENT, FORKSERVER
 from tests.models.changed import changed_model, tensors_of
 
 MIB = 1 << 20
@@ -37,8 +36,27 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
     """Prompts of tests are short."""
-    monkeypatch.setattr("onestem.engine.tiers.prefixes.LEAST_TOKENS", 4)
-    monkeypatch.setattr("onestem.cache.pieces.PIECE_TOKENS", 32)
+    take_few(monkeypatch)
+
+
+def take_few(patching):
+    patching.setattr("onestem.engine.tiers.prefixes.LEAST_TOKENS", 4)
+    patching.setattr("onestem.cache.pieces.PIECE_TOKENS", 32)
+
+
+def beside(work, *arguments):
+    """Another process that does some work, and where it tells how far it is."""
+    told, tells = FORKSERVER.Pipe(duplex=False)
+    with tells, patch.dict(os.environ, ENVIRONMENT):
+        child = FORKSERVER.Process(target=_work, args=(work, tells, *arguments))
+        child.start()
+    return child, told
+
+
+def _work(work, tells, *arguments):
+    with pytest.MonkeyPatch.context() as few:
+        take_few(few)
+        work(tells, *arguments)
 
 
 def engine_with(path, folder=None, *, host=64 * MIB, disk=64 * MIB, identity="model", **options):
@@ -64,6 +82,8 @@ def run(engine, requests):
     if engine.tiers is not None:
         engine.tiers.stores.flush()
     tokens = {name: [one.token_ids for one in out.outputs] for name, out in outputs.items()}
+    for one in (out.metrics for out in outputs.values()):
+        assert one.num_host_tokens + one.num_disk_tokens <= one.num_cached_tokens
     return tokens, dict(seen), {n: o.metrics.num_computed_tokens for n, o in outputs.items()}
 
 
@@ -398,19 +418,6 @@ def test_other_weights_forget(tiny, tmp_path):
     assert same(run(again, requests_for(prompts)), before)
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from tests.engine import test_tiers as t
-import onestem.engine.tiers.prefixes as prefixes, onestem.cache.pieces as pieces
-prefixes.LEAST_TOKENS, pieces.PIECE_TOKENS = 4, 32
-engine = t.engine_with(Path(sys.argv[1]), Path(sys.argv[2]))
-for prompt in t.long_prompts(8, head=1):
-    t.run(engine, t.requests_for([prompt]))
-    print("one", flush=True)
-"""
-
-
 def test_an_engine_that_slept(tiny):
     """KV memory is elsewhere afterwards."""
     engine = engine_with(tiny("llama"))
@@ -477,6 +484,13 @@ def test_what_is_larger_than_all_that_may_wait_is_written(tiny, tmp_path, monkey
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def answer_each(tells, path, folder):
+    engine = engine_with(path, folder)
+    for prompt in long_prompts(8, head=1):
+        run(engine, requests_for([prompt]))
+        tells.send(None)
+
+
 @pytest.mark.soak
 def test_a_kill_at_any_moment_leaves_whole_files(tiny, tmp_path):
     """200 processes over one folder, killed while they write: what is there afterwards is used."""
@@ -484,15 +498,11 @@ def test_a_kill_at_any_moment_leaves_whole_files(tiny, tmp_path):
     prompts = long_prompts(8, head=1)
     want = run(make_engine(tiny("llama")), requests_for(prompts))
     for _ in range(200):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tiny("llama")), str(tmp_path)],
-            stdout=subprocess.PIPE,
-        )
+        child, told = beside(answer_each, tiny("llama"), tmp_path)
         for _ in range(int(rng.integers(1, 5))):
-            child.stdout.readline()
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+            told.recv()
+        child.kill()
+        child.join()
         engine = engine_with(tiny("llama"), tmp_path)
         assert same(want, run(engine, requests_for(prompts)))
         assert engine.tiers.stats.damaged == 0
@@ -501,8 +511,9 @@ def test_a_kill_at_any_moment_leaves_whole_files(tiny, tmp_path):
             path.unlink()
 
 
-def answer_in_turns(path, folder, first: int) -> None:
+def answer_in_turns(tells, path, folder, first: int) -> None:
     """Prompts over tiers for few of them: each answer is that of an engine without."""
+    tells.send(None)
     engine, plain = engine_with(path, folder, host=200_000, disk=900_000), make_engine(path)
     prompts = long_prompts(8, head=1)
     for i in range(24):
@@ -514,15 +525,14 @@ def answer_in_turns(path, folder, first: int) -> None:
 def test_two_processes_over_one_folder(tiny, tmp_path):
     """Both write, read and evict there at once."""
     kv = tmp_path / "kv"
-    code = (
-        KILLED.partition("engine =")[0]
-        + "print(flush=True); t.answer_in_turns(*map(Path, sys.argv[1:]), 2)"
-    )
-    command = [sys.executable, "-c", code, str(tiny("llama")), str(kv)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()  # it has imported all
-        answer_in_turns(tiny("llama"), kv, 0)
-        assert child.wait() == 0
+    child, told = beside(answer_in_turns, tiny("llama"), kv, 2)
+    told.recv()  # it has imported all
+    _, tells = ends = FORKSERVER.Pipe()
+    answer_in_turns(tells, tiny("llama"), kv, 0)
+    for end in ends:
+        end.close()
+    child.join()
+    assert child.exitcode == 0
     assert 0 < sum(path.stat().st_size for path in kv.iterdir()) <= 900_000
 
 

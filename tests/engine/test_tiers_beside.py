@@ -73,6 +73,20 @@ def test_what_cannot_be_read_is_said_once(tiny, tmp_path, caplog):
     assert f"in {tmp_path} cannot be read: it is computed" in line
 
 
+def test_what_others_remove_is_not_said_to_be_damaged(tiny, tmp_path, monkeypatch, caplog):
+    """As a store over the same folder does that makes room."""
+    first = engine_with(tiny("llama"), tmp_path)
+    answers = run(first, requests_for(long_prompts(3)))
+    first.close()
+    engine = engine_with(tiny("llama"), tmp_path)
+    disk = engine.tiers.stores.disk
+    monkeypatch.setattr(disk, "read", lambda name, kv: disk.discard(name))
+    with caplog.at_level(logging.WARNING, "onestem"):
+        assert same(answers, run(engine, requests_for(long_prompts(3))))
+    engine.close()
+    assert (engine.tiers.stats.damaged, caplog.records) == (0, [])
+
+
 def test_the_bound_holds_while_two_write(tiny, tmp_path):
     """Two engines' threads over one folder, which is looked at all the while. A file that each has
     just written is beyond the bound until its writer has made room."""

@@ -94,7 +94,7 @@ class PromptChunks:
         if not self._room.reserve(draft, sequence, run, len(run.tokens)):
             return False
         self.tiers.prefixes.save_evicted()  # from the pages that are copied to
-        if not self.tiers.modules.load(run):
+        if not self.tiers.modules.load(run, sequence.state.metrics):
             return False
         run.computed = len(run.tokens)
         return True

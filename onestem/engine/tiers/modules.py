@@ -10,6 +10,7 @@ import numpy as np
 from onestem.cache import ModuleRun
 from onestem.engine.tiers.copies import Part
 from onestem.engine.tiers.stores import TierStores
+from onestem.request import RequestMetrics
 
 __all__ = ["ModuleTiers", "module_name"]
 
@@ -53,8 +54,9 @@ class ModuleTiers:
             for name, position, count in modules
         ])  # fmt: skip
 
-    def load(self, run: ModuleRun) -> bool:
-        """Copy a module to its run's pages before the next step; False if no tier has it whole."""
+    def load(self, run: ModuleRun, metrics: RequestMetrics) -> bool:
+        """Copy a module to its run's pages before the next step, for the request with these
+        `metrics`; False if no tier has it whole."""
         count, position = len(run.tokens), self._place_of(run)
         if position is None:
             return False
@@ -62,7 +64,7 @@ class ModuleTiers:
         kv = self._stores.take(name, count)
         if kv is None:
             return False
-        self._stores.note_use(name, count)
+        self._stores.note_use(name, count, metrics)
         if self._stores.host is not None:
             self._stores.host.touch(name)  # as if it left KV memory now: nobody tells when it does
         run.store_at(position)

@@ -291,7 +291,7 @@ class PrefixTiers:
     def load(self, sequence: Sequence, run: Run, found: list[Found], at: int, end: int) -> bool:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
-        parts, used, metrics = [], [], sequence.state.metrics
+        parts, used = list[Part](), list[tuple[str, int]]()
         for one in reversed(found):  # the last goes first
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
@@ -303,9 +303,7 @@ class PrefixTiers:
                 parts.append(Part(kv, a - one.start, slots))
                 used.append((one.piece.name, b - a))
         for name, count in used:
-            from_disk = self._stores.note_use(name, count)
-            metrics.num_disk_tokens += count * from_disk
-            metrics.num_host_tokens += count * (not from_disk)
+            self._stores.note_use(name, count, sequence.state.metrics)
         self.save_evicted()
         self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
         return True

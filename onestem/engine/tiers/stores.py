@@ -18,6 +18,7 @@ from onestem.cache.host import HostStore
 from onestem.cache.storage import DiskStore
 from onestem.engine.tiers.copies import KvCopies
 from onestem.engine.tiers.rates import CopyRates
+from onestem.request import RequestMetrics
 from onestem.threads import usable_cores
 
 __all__ = ["TierStats", "TierStores", "most_readers"]
@@ -207,20 +208,22 @@ class TierStores:
         except (OSError, MemoryError, RuntimeError):
             kv = None  # it is computed
         self.reading.pop(name, None)
-        if kv is None:
+        if kv is None and self.on_disk(name):  # else others have removed it
             if not self._damaged and self.disk is not None:  # once
                 log.warning("%s in %s cannot be read: it is computed", name, self.disk.folder)
             self._damaged.add(name)
             self.stats.damaged += 1
         return kv
 
-    def note_use(self, name: str, num_tokens: int) -> bool:
-        """Count what was taken. Returns whether it was read from the disk for this."""
-        is_fresh = name in self._fresh
-        self._fresh.discard(name)
-        self.stats.from_disk_tokens += num_tokens * is_fresh
-        self.stats.from_host_tokens += num_tokens * (not is_fresh)
-        return is_fresh
+    def note_use(self, name: str, num_tokens: int, metrics: RequestMetrics) -> None:
+        """Count what was taken for a request, by where it was when the request came."""
+        if name in self._fresh:
+            self._fresh.discard(name)
+            self.stats.from_disk_tokens += num_tokens
+            metrics.num_disk_tokens += num_tokens
+        else:
+            self.stats.from_host_tokens += num_tokens
+            metrics.num_host_tokens += num_tokens
 
     def keeps(self, name: str) -> bool:
         """Whether nothing is to be done to keep it in each tier."""
