@@ -59,7 +59,7 @@ class Prompts:
             request_id=str(self._count),
             prompt_token_ids=ids + self._ids(QUESTION),
             params=params,
-            documents=Documents(tuple(spans), repair, HEAD) if repair < 1 else None,
+            documents=Documents(tuple(spans), repair) if repair < 1 else None,
         )
 
 

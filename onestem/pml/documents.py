@@ -18,10 +18,12 @@ import numpy as np
 from onestem.pml.segments import CompiledPrompt, Segment, segment_key
 
 KIND = "documents"  # what keys are named by
-# Tokens that are chosen together.
-BLOCK = 16
+# Tokens that are chosen together. With 16 more answers are lost, and with fewer no more are kept;
+# each block that is computed may be a run with a page of its own.
+BLOCK = 8
 # A document's own sight: at most so many of the prompt's first tokens, directly before it. Without
 # any, its first token would take the place of the prompt's first one, to which all others attend.
+# Where they are all that is before the first document, that one is stored as the prompt has it.
 HEAD = 64
 
 
@@ -31,15 +33,13 @@ class Documents:
     the same ones at any place.
 
     Attributes:
-        spans: the first token of each one's text, and the one after its last; ascending.
+        spans: the first token of each one, and the one after its last; ascending.
         repair: the share of their tokens that are computed with all before them in sight, from 0
             to below 1.
-        head: the tokens before anything of theirs, such as the first one's title.
     """
 
     spans: tuple[tuple[int, int], ...]
     repair: float
-    head: int
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Documents:
@@ -49,8 +49,8 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class DocumentsPrompt(CompiledPrompt):
-    """A prompt whose documents are modules: all but the first, which follows on what is before it
-    as any text does.
+    """A prompt whose documents are modules: all but the first, where that follows on more than what
+    modules see. Nothing of the first one is repaired.
 
     Attributes:
         ids: int32 `[n]`, the whole prompt.
@@ -58,7 +58,7 @@ class DocumentsPrompt(CompiledPrompt):
     """
 
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    documents: Documents = Documents((), 0.0, 0)
+    documents: Documents = Documents((), 0.0)
 
     @property
     def question(self) -> int:
@@ -66,9 +66,15 @@ class DocumentsPrompt(CompiledPrompt):
         return min(self.documents.spans[-1][1], len(self.ids) - 1)
 
     @property
+    def _behind_first(self) -> list[Segment]:
+        """Documents that may be repaired."""
+        first = self.documents.spans[0][0]
+        return [one for one in self.segments if one.kind == "cached" and one.position > first]
+
+    @property
     def num_repaired(self) -> int:
         """Tokens that are computed again, whole blocks."""
-        tokens = sum(len(one.token_ids) for one in self.segments if one.kind == "cached")
+        tokens = sum(len(one.token_ids) for one in self._behind_first)
         return int(tokens * self.documents.repair) // BLOCK * BLOCK
 
     def repaired(self, attended: np.ndarray) -> CompiledPrompt:
@@ -87,8 +93,7 @@ class DocumentsPrompt(CompiledPrompt):
         earlier of equal ones."""
         blocks = [
             (start, min(start + BLOCK, segment.end))
-            for segment in self.segments
-            if segment.kind == "cached"
+            for segment in self._behind_first
             for start in range(segment.position, segment.end, BLOCK)
         ]
         blocks.sort(key=lambda one: (-float(attended[slice(*one)].mean()), one))
@@ -111,8 +116,9 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
     """What is stored, then what is computed, each by position. `hidden` bool `[n]`: tokens that are
     computed though a document has them."""
     # The prompt's last token is computed, since its logits begin the answer.
-    modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[1:]]
-    head = ids[: min(documents.head, HEAD)]
+    before = documents.spans[0][0]
+    modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[before > HEAD :]]
+    head = ids[: min(before, HEAD)]
     head_key = segment_key(KIND, head, ())
     stored: list[Segment] = []
     own = np.ones(len(ids), bool)

@@ -42,6 +42,9 @@ TEMPLATES = {
     "titled": BOS + TITLED,
 }
 
+# What they write between a title that is before its text, and this; Granite's have no title.
+BETWEEN = {"command": "text: ", "json": '", "text": "', "titled": "\n", "none": "\n"}
+
 DOCUMENTS = [
     {"title": "Penguins", "text": "The emperor is the tallest.\nIt is 1.2 m tall."},
     {"text": ' "Adélie" penguins <b>nest</b>\n', "title": "Nests"},
@@ -108,12 +111,17 @@ def test_apart_a_texts_tokens_are_the_same_at_any_place(path: Path, name: str) -
                 token in tokenizer.special_ids for token in whole
             ].count(True)
             for document, (start, end) in zip(documents, where.spans, strict=True):
-                found.setdefault(document["text"], set()).add(tuple(ids[start:end]))
+                found.setdefault(document["title"], set()).add(tuple(ids[start:end]))
     assert {len(each) for each in found.values()} == {1}
-    for text, (ids,) in found.items():
-        said = tokenizer.decode(list(ids)).strip()
-        said = json.loads(f'"{said}"') if name == "json" else said
-        assert said == text.strip()
+    for document in DOCUMENTS:
+        title, text = document["title"], document["text"].rstrip()
+        text = json.dumps(text, ensure_ascii=False)[1:-1] if name == "json" else text
+        in_front = name in BETWEEN and (
+            name in ("titled", "none") or next(iter(document)) == "title"
+        )
+        said = title + BETWEEN[name] + text if in_front else text.lstrip()
+        (ids,) = found[title]
+        assert tokenizer.decode(list(ids)).strip() == said
 
 
 def test_before_the_last_question_where_a_template_has_none(path: Path) -> None:

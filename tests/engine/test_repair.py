@@ -38,7 +38,7 @@ def prompt_of(order, repair: float, question=QUESTION) -> DocumentsPrompt:
         ids += [200 + number]
         spans += [(len(ids), len(ids) + len(DOCUMENTS[number]))]
         ids += DOCUMENTS[number]
-    return with_documents(ids + list(question), Documents(tuple(spans), repair, len(HEAD)))
+    return with_documents(ids + list(question), Documents(tuple(spans), repair))
 
 
 def request_of(name: str, prompt: DocumentsPrompt, **params) -> Request:
@@ -105,7 +105,7 @@ def test_copies_serve_other_orders(tiny):
     layers = sorted(engine.launcher.runner.choosing_layers)
     for i in (1, 2):
         want = repaired(tiny("llama"), prompts[i], layers)
-        behind = DOCUMENTS[0] + HEAD + [0]  # an ordinary prefix
+        behind = [*HEAD, 200]  # an ordinary prefix, and the first document sees that alone
         own = prompts[i].num_computed_tokens - len(behind)
         again = want.num_computed_tokens - len(behind)
         assert own < again <= own + prompts[i].num_repaired

@@ -12,29 +12,24 @@ from onestem.errors import RequestError
 
 _NONCE = secrets.token_hex(12)  # no user can guess a mark
 _MARKED = re.compile(rf"mark{_NONCE}n([0-9]+)b(.*?)mark{_NONCE}n\1e", re.DOTALL)
-_HEAD = f"mark{_NONCE}h"  # where the first thing of documents stands
+_INSIDE = re.compile(rf"mark{_NONCE}n[0-9]+b")  # where a text begins behind its title
 _TOLD = {"title", "text"}
 
 Document = Mapping[str, Any]
 
 
-def marked(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """The documents with marks around what they say. Blanks at its ends stay outside, where a
-    template may drop them."""
+def marked(documents: Sequence[Document], *, titles: bool = False) -> list[dict[str, Any]]:
+    """The documents with marks around what they say, and before their `titles`. Blanks at its ends
+    stay outside, where a template may drop them."""
     made = []
     for number, document in enumerate(documents):
         before, body, after = re.split(r"(\S.*\S|\S)", document["text"], maxsplit=1, flags=re.S)
         mark = f"mark{_NONCE}n{number}"
-        made.append({**document, "text": f"{before}{mark}b{body}{mark}e{after}"})
+        one = {**document, "text": f"{before}{mark}b{body}{mark}e{after}"}
+        if titles and document.get("title"):
+            one["title"] = f"{mark}b{document['title']}"
+        made.append(one)
     return made
-
-
-def apart(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """Marked documents, and a mark before the first thing of theirs, for `split`."""
-    first, *others = marked(documents)
-    if first.get("title"):
-        first["title"] = f"{_HEAD}{first['title']}"
-    return [first, *others]
 
 
 def found_in(rendered: str) -> list[int]:
@@ -43,8 +38,8 @@ def found_in(rendered: str) -> list[int]:
 
 
 def split(rendered: str, count: int) -> list[str]:
-    """The pieces of a text with `count` marked documents: what comes before anything of theirs,
-    then what is before, between and after them, and, at even places, what they say.
+    """The pieces of a text with `count` marked documents: what is before, between and after them,
+    and, at odd places, they, from the title on where it is before what they say.
 
     Raises:
         RequestError: it does not have each once, in their order.
@@ -56,8 +51,7 @@ def split(rendered: str, count: int) -> list[str]:
             "leave repair out"
         )
     del parts[1::3]
-    head, _, parts[0] = parts[0].partition(_HEAD) if _HEAD in parts[0] else (parts[0], "", "")
-    return [head, *(part.replace(_HEAD, "") for part in parts)]
+    return [_INSIDE.sub("", part) for part in parts]
 
 
 def before_question(

@@ -26,7 +26,7 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
-from onestem.engine.text.documents import Document, apart, before_question, split
+from onestem.engine.text.documents import Document, before_question, marked, split
 from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
@@ -358,7 +358,7 @@ class Tokenizer(Vocabulary):
         )
         is_apart = bool(documents) and repair < 1
         if documents:
-            told = apart(documents) if is_apart else documents
+            told = marked(documents, titles=True) if is_apart else documents
             if self._chat.writes_documents(render, plain, fields, documents):
                 fields["documents"] = told
             else:
@@ -379,8 +379,7 @@ class Tokenizer(Vocabulary):
             ids = ids + after_break(encode, piece)
         if not is_apart:
             return ChatIds(ids, None)
-        spans = tuple(zip(ends[1::2], ends[2::2], strict=True))
-        return ChatIds(ids, Documents(spans, repair, ends[0]))
+        return ChatIds(ids, Documents(tuple(zip(ends[::2], ends[1::2], strict=True)), repair))
 
     def written(self, fields: Mapping[str, Any] | None = None) -> Written:
         """What the template writes around messages; `fields`: as above."""
