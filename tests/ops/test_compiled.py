@@ -60,6 +60,8 @@ ATTEND = {
     "scale": "fp32",
     "softcap": "fp32",
 }
+GRID = {**ATTEND, "part_top": "*fp32", "part_weights": "*fp32"}
+ON_GRID = {"BLOCK_N": 64, "STAGES": 2, "KIND": 0, "FEW": True, "BESIDE": True, "DEPENDENT": True}
 TILES = {"M0": 64, "N0": 16, "STAGES0": 3, "M1": 64, "N1": 16, "STAGES1": 3}  # the widest
 PLAIN = {"page_size": 16, "windowed": False, "alibi": False, "softcap": False}
 WIDE_HEADS = {"num_kv_heads": 2, "group": 8, "head_dim": 512, "block_d": 512, **PLAIN}
@@ -120,6 +122,16 @@ KERNELS = {
         {**ATTEND, "k_pages": PAGES, "v_pages": PAGES, "num_words": "i32"},
         {**ROLES, "FORM": {**HEADS, **RING, "most": 8}},
         4,
+    ),
+    "grid, few rows": (
+        *("grid", "grid_kernel", 90, GRID),
+        {"BLOCK_M": 16, **ON_GRID, "HEAD_MAJOR": False, "FORM": HEADS},
+        1,
+    ),
+    "grid on Hopper": (
+        *("sm90", "grid_rows", 90, GRID),
+        {"BLOCK_M": 128, "HEAD_MAJOR": False, "FORM": HEADS},
+        8,
     ),
     "pages to rows": (
         *("page_rows", "_move", 90),
@@ -216,6 +228,7 @@ FEW = {
     "within chunks",
     "one row",
     "Hopper, few rows",
+    "grid on Hopper",
     "float8",
     "experts of 4 bits",
 }
@@ -223,6 +236,11 @@ FEW = {
 INSTRUCTIONS = {
     "4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
     "pages to rows": ("ld.global", "st.global"),
+    "grid, few rows": ("mma.sync.aligned.m16n8k16", "cp.async.cg", "griddepcontrol.wait"),
+    "grid on Hopper": (
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+        *("cp.async.cg", "griddepcontrol.launch_dependents"),
+    ),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
     "one row": (
         *("mma.sync.aligned.m16n8k16", "ld.global.cg.v4.b32", "lop3.b32"),

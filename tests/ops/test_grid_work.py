@@ -41,8 +41,11 @@ def random_plan(seed: int) -> AttentionPlan:
     return windowed(plan, [None, None, 1, 100, 300][seed % 5])
 
 
-def made(plan: AttentionPlan, **options) -> WorkList:
-    sizes = {"block_n": 1, "tile_rows": 10**6, "num_kv_heads": 1, "programs": 1}
+def made(
+    plan: AttentionPlan, rows: tuple[int, ...] = (10**6,), hands: int = 1, **options
+) -> WorkList:
+    """The list with tiles of so many rows, and `hands` programs for items of each."""
+    sizes = {"block_n": 1, "tile_rows": rows, "num_kv_heads": 1, "programs": (hands,) * len(rows)}
     return grid_work(plan, **{**sizes, **options})
 
 
@@ -87,13 +90,13 @@ def test_items_are_those_of_a_cpu(seed: int, share: bool) -> None:
     assert max(len(rows) for rows, _ in want) > 1 or not share
 
 
-@pytest.mark.parametrize("programs", [1, 8, 4000])
+@pytest.mark.parametrize("hands", [1, 8, 4000])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_see_each_segment_once_and_in_order(seed: int, programs: int) -> None:
+def test_rows_see_each_segment_once_and_in_order(seed: int, hands: int) -> None:
     """Each row sees what its spans show, states follow positions, and an item that does not begin
     where its row's tokens do is inside one segment."""
     plan = random_plan(seed)
-    work = made(plan, tile_rows=int(np.random.default_rng(seed).integers(1, 20)), programs=programs)
+    work = made(plan, (int(np.random.default_rng(seed).integers(1, 20)),), hands)
     seen: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for rows, dest, entries in walked(work):
         assert len(rows) <= 20
@@ -117,26 +120,26 @@ def test_rows_see_each_segment_once_and_in_order(seed: int, programs: int) -> No
 
 def test_few_states_share_and_cut_nothing() -> None:
     plan = random_plan(0)
-    assert made(plan, tile_rows=4, programs=4000).num_states > 0
-    for few_rows in (0, 2):
-        work = made(plan, tile_rows=4, programs=4000, few_rows=few_rows, max_states=1)
+    assert made(plan, (4,), 4000).num_states > 0
+    for rows in ((4,), (2, 4)):
+        work = made(plan, rows, 4000, max_states=1)
         assert work.num_states == 0
         assert len(np.unique(work.rows)) == len(work.rows) == plan.num_rows
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_narrow_items_have_few_rows_and_one_segment(seed: int) -> None:
+def test_items_have_the_narrowest_tile_that_holds_them(seed: int) -> None:
+    """The first of several tiles is for items of one segment, where few rows' are cut."""
     plan = random_plan(seed)
-    work = made(plan, tile_rows=8, few_rows=2)
-    items = walked(work)
-    narrow, wide = items[: len(items) - work.num_wide], items[len(items) - work.num_wide :]
-    for rows, _, entries in narrow:
+    work = made(plan, (2, 4, 8))
+    few = len(work.records) - work.num_wide
+    kind = np.repeat([0, 1, 2], [few, work.split[0], work.num_wide - work.split[0]])
+    for tile, (rows, _, entries) in zip(kind, walked(work), strict=True):
         tokens = entries[[0, -1], [LO, HI]] + entries[[0, -1], POSITION]
-        assert len(rows) <= 2
-        assert np.ptp(segment_of(tokens - [0, 1])) == 0
-    assert all(len(rows) > 2 for rows, _, _ in wide)
+        assert tile == np.searchsorted([2, 4, 8], len(rows))
+        assert tile > 0 or np.ptp(segment_of(tokens - [0, 1])) == 0
     # With room for the states of shared items alone, single rows' are not cut.
-    fewer = made(plan, tile_rows=8, max_states=made(plan, tile_rows=8).num_states, few_rows=2)
+    fewer = made(plan, (2, 4, 8), max_states=made(plan, (8,)).num_states)
     assert work.num_states == fewer.num_states or fewer.num_wide > work.num_wide
 
 
@@ -147,14 +150,11 @@ def test_it_grows_to_the_end_of_a_segment(length: int) -> None:
     builder.add_run(np.arange(60, dtype=np.int32), 0, length, 0)
     builder.add_span(0, 1, 0, length)
     plan = builder.build(np.array([length - 1]))
-    whole, cut = made(plan), made(plan, programs=1000)
+    whole, cut = made(plan), made(plan, hands=1000)
     assert whole.room == 2**31
-    assert (
-        made(plan, few_rows=1).room
-        == int(segment_start(segment_of(np.array(length - 1)) + 1)) - length
-    )
     end = int(segment_start(segment_of(np.array(length - 1)) + 1))
     assert cut.room == (end - length if length > 128 else 2**31)
+    assert made(plan, (1, 2)).room == end - length
 
 
 def test_a_gap_between_positions_is_an_error() -> None:

@@ -27,7 +27,8 @@ MERGED_HEADS = 4  # of the default configurations; with fewer, a state costs no 
 class KernelConfig:
     """Parameters that compile and launch the attention kernels, and costs of their items.
 
-    Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply.
+    Pairs are for items of narrower tiles, which read, and for those of the widest, which multiply;
+    on the grid each tile has its own.
 
     Attributes:
         tiles: one to three shapes, narrow to wide. On Hopper all have the same `block_n`; the
@@ -45,8 +46,8 @@ class KernelConfig:
 
     tiles: tuple[Tile, ...]
     stages: tuple[int, ...]
-    num_warps: tuple[int, int] = (4, 8)
-    programs_per_sm: tuple[int, int] = (2, 1)
+    num_warps: tuple[int, ...] = (4, 8)
+    programs_per_sm: tuple[int, ...] = (2, 1)
     hopper_registers: tuple[int, int] | None = None
     merge_tokens: int = 16
     min_tokens: int = 128

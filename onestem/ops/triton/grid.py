@@ -9,7 +9,9 @@ are contracted but those that are written as `fma`: the compiler might do so in 
 another.
 
 Items of few queries wait for memory, so they have a form of their own where a device's products
-allow that: one warp for each, of which a multiprocessor holds many. It walks one segment.
+allow that: one warp for each, of which a multiprocessor holds many. It walks one segment. Each form
+has a launch, the widest first: one begins while the one before it ends. On Hopper the widest is
+`sm90.grid_rows`.
 """
 
 from __future__ import annotations
@@ -239,15 +241,15 @@ def grid_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    WIDE: tl.constexpr,
+    KIND: tl.constexpr,
     FEW: tl.constexpr,
     BESIDE: tl.constexpr,
     HEAD_MAJOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk all items of the widest tiles (WIDE) or all others, each for every KV head. A program's
-    first work has the program's number; the next ones come from a counter.
+    """Walk all items of a tile (KIND), each for every KV head. A program's first work has the
+    program's number; the next ones come from a counter.
 
     DEPENDENT: the launch after this one may begin at once. BESIDE: so did this one, while the one
     before it was running, and it ends after that.
@@ -256,9 +258,14 @@ def grid_kernel(
         gdc_launch_dependents()
     inputs = _Inputs(q, k, v, out, lse, part_out, part_top, slopes, scale, softcap)
     records = control + tl.load(control + W.AT_RECORDS)
-    if WIDE:
-        records += tl.load(control + W.NUM_NARROW) * W.RECORD
-    num_works = tl.load(control + WIDE) * FORM.num_kv_heads
+    num_items = tl.load(control + W.NUM_NARROW)
+    if KIND > 0:
+        records += num_items * W.RECORD
+        num_items = tl.load(control + W.SPLIT)
+    if KIND > 1:
+        records += num_items * W.RECORD
+        num_items = tl.load(control + W.NUM_WIDE) - num_items
+    num_works = num_items * FORM.num_kv_heads
     work = tl.program_id(0)
     while work < num_works:
         record = records + (work // FORM.num_kv_heads) * W.RECORD
@@ -267,11 +274,11 @@ def grid_kernel(
             STAGES, FEW, HEAD_MAJOR, FORM,
         )  # fmt: skip
         if num_works > tl.num_programs(0):
-            taken = tl.atomic_add(control + W.QUEUE + WIDE, 1)
+            taken = tl.atomic_add(control + W.GRID_QUEUE + KIND, 1)
             work = tl.num_programs(0) + taken
             # One addition follows each work, so the last one can reset the counter.
             if taken == num_works - 1:
-                tl.store(control + W.QUEUE + WIDE, 0)
+                tl.store(control + W.GRID_QUEUE + KIND, 0)
         else:
             work = num_works
     if BESIDE:
@@ -329,12 +336,15 @@ def fold_kernel(
         row, first, parts = next_row, next_first, next_parts
 
 
-def grid_config(dtype: torch.dtype, head_dim: int, group: int, few: bool) -> KernelConfig:
+def grid_config(
+    dtype: torch.dtype, head_dim: int, group: int, few: bool, hopper: bool
+) -> KernelConfig:
     """The shapes of tiles for heads of a size. Tiles of tokens divide segments.
 
     few: items of up to 16 queries may have a form of their own: on this device the products of one
     warp (`mma.sync`) have the bits of those of four. A warp sums a row's weights in the same order:
-    each thread its two of every eight tokens, then the four threads of a row.
+    each thread its two of every eight tokens, then the four threads of a row. hopper: items of more
+    than 64 queries are walked by `sm90.grid_rows`, 128 at a time.
     """
     wide = head_dim > 128
     if dtype == torch.float32:  # what is not multiplied by tensor cores takes its time by rows
@@ -349,6 +359,7 @@ def grid_config(dtype: torch.dtype, head_dim: int, group: int, few: bool) -> Ker
     tile = Tile(rows, tokens)
     if few and dtype != torch.float32 and rows == 64 and warps == 4 and group <= FEW_QUERIES:
         beside = 6 if head_dim > 64 else 8  # that have room for one tile of keys and values each
-        narrow = Tile(FEW_QUERIES, tokens)
-        return KernelConfig((narrow, tile), (2, stages), (1, warps), (beside, programs))
+        tiles, more = (Tile(FEW_QUERIES, tokens), tile), (Tile(128, tokens),) * hopper
+        each = (2, stages, stages), (1, warps, 8), (beside, programs, 1)
+        return KernelConfig((*tiles, *more), *each)
     return KernelConfig((tile,), (stages,), (warps, warps), (programs, programs))

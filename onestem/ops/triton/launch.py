@@ -66,7 +66,8 @@ class Kernels:
         config: tile shapes.
         num_sms: multiprocessors; grids are proportional to them.
         windowed: whether plans have a window.
-        hopper: whether items run in `sm90.attend_hopper`, on a device with Hopper's units.
+        hopper: whether items run in `sm90.attend_hopper` (on the grid, the widest in `grid_rows`),
+            on a device with Hopper's units.
         dependent: whether a launch may begin before the one that it waits for has ended.
     """
 
@@ -101,9 +102,11 @@ class Kernels:
         hopper = takes_hopper(device, dtype, num_kv_heads, head_dim, page_size)
         shape = (num_q_heads, num_kv_heads, head_dim, page_size)
         if deterministic:
+            hopper = has_hopper and head_dim in (64, 128)
             few = has_hopper or device.type == "cpu"
-            config = config or grid_config(dtype, head_dim, group, few)
-            return GridKernels(*shape, config, num_sms, windowed, False, has_hopper)
+            config = config or grid_config(dtype, head_dim, group, few, hopper)
+            hopper = hopper and len(config.tiles) > 2
+            return GridKernels(*shape, config, num_sms, windowed, hopper, has_hopper)
         if config is None:
             config, _ = load_config(name, dtype, head_dim, group, hopper, _memory_rate(device))
         elif config.hopper_registers is not None and not hopper:
@@ -319,14 +322,13 @@ class GridKernels(Kernels):
     def _make_list(
         self, plan: AttentionPlan, choice: KeptChoice, *, share: bool, **limits: int | None
     ) -> WorkList:
-        *few, tile = self.config.tiles
+        tiles = self.config.tiles
         return grid_work(
             plan,
-            block_n=tile.block_n,
-            tile_rows=tile.block_m // self.group,
-            few_rows=few[0].block_m // self.group if few else 0,
+            block_n=tiles[0].block_n,
+            tile_rows=tuple(tile.block_m // self.group for tile in tiles),
             num_kv_heads=self.num_kv_heads,
-            programs=self.config.programs_per_sm[-1] * self.num_sms,
+            programs=tuple(self.num_sms * n for n in self.config.programs_per_sm[: len(tiles)]),
             share=share,
             **limits,
         )
@@ -334,9 +336,14 @@ class GridKernels(Kernels):
     def _attend_items(
         self, tensors: tuple[Tensor, ...], states: States, scores: Scores, wide: bool
     ) -> None:
-        wide = wide and self.may_be_wide(len(tensors[1]))
-        for form in (1, 0) if wide else (0,):
-            beside = self.dependent and wide and not form
+        queries, tiles = len(tensors[1]) * self.group, self.config.tiles
+        most = sum(i == 1 or queries > tiles[i - 1].block_m for i in range(1, len(tiles))) * wide
+        plain = scores.softcap is None and scores.alibi_slopes is None
+        for form in range(most, -1, -1):
+            if form == 2 and self.hopper and plain:
+                self._attend_rows(tensors, states, scores)
+                continue
+            beside = self.dependent and form < most
             grid_kernel[(self.config.programs_per_sm[form] * self.num_sms,)](
                 *tensors,
                 states.weights,
@@ -344,7 +351,7 @@ class GridKernels(Kernels):
                 BLOCK_M=self.config.tiles[form].block_m,
                 BLOCK_N=self.config.tiles[form].block_n,
                 STAGES=self.config.stages[form],
-                WIDE=form,
+                KIND=form,
                 FEW=len(self.config.tiles) > 1 and not form,
                 BESIDE=beside,
                 HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
@@ -354,6 +361,20 @@ class GridKernels(Kernels):
                 enable_fp_fusion=False,
                 **({"launch_pdl": True} if beside else {}),
             )
+
+    def _attend_rows(self, tensors: tuple[Tensor, ...], states: States, scores: Scores) -> None:
+        from onestem.ops.triton.sm90 import grid_rows
+
+        grid_rows[(self.num_sms,)](
+            *tensors,
+            states.weights,
+            *self._score_arguments(tensors, scores),
+            BLOCK_M=self.config.tiles[2].block_m,
+            HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
+            FORM=Form(**self._form(scores)),
+            num_warps=self.config.num_warps[2],
+            enable_fp_fusion=False,
+        )
 
     def _merge(
         self, programs: int, control: Tensor, states: States, out: Tensor, lse: Tensor

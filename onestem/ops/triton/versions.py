@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Begins to copy to shared memory by the copy engine: (descriptor, coordinates, barrier, memory).
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# The same by each thread: (memory, addresses, mask).
+copy_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 # Of all threads of a program.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # Its name until Triton 3.6, and after.

@@ -65,20 +65,19 @@ def grid_work(
     plan: AttentionPlan,
     *,
     block_n: int,
-    tile_rows: int,
+    tile_rows: tuple[int, ...],
     num_kv_heads: int,
-    programs: int,
-    few_rows: int = 0,
+    programs: tuple[int, ...],
     share: bool = True,
     num_rows: int | None = None,
     max_states: int | None = None,
 ) -> WorkList:
-    """The work list of a plan on the grid, for tiles of `tile_rows` rows and `block_n` tokens.
+    """The work list of a plan on the grid, for tiles of `block_n` tokens.
 
     Args:
-        programs: wide items that run at a time; if there are fewer, long ones are cut.
-        few_rows: items of up to as many rows and one segment are the narrow ones, the others the
-            wide ones; 0: there are no two forms.
+        tile_rows: rows of each tile, narrow to wide. The first of several is for one segment alone.
+            `WorkList.num_wide` counts the items of all but the first, `split` those of the second.
+        programs: items of each tile that run at a time; if there are fewer, long ones are cut.
         share, num_rows, max_states: see `make_work`. Without room for their states, first few rows'
             items are not cut, then nothing is shared or cut.
 
@@ -90,9 +89,10 @@ def grid_work(
         raise ConfigError("a row sees tokens at other positions than they were stored at")
     pairs = pairs_of(plan)
     seen = _Seen.of(plan, pairs, block_n)
-    rows, hands = (tile_rows, few_rows), programs / num_kv_heads
-    for cuts in (few_rows > 0, hands, share), (False, hands, share), (False, 0.0, False):
-        draft, room = _draft(plan, seen, block_n, rows, *cuts)
+    hands = np.array(programs) / num_kv_heads
+    several = len(tile_rows) > 1
+    for cuts in (several, hands, share), (False, hands, share), (False, hands * 0.0, False):
+        draft, room = _draft(plan, seen, block_n, tile_rows, *cuts)
         if max_states is None or draft.num_states <= max_states:
             break
     return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, None, room)
@@ -264,23 +264,23 @@ def _draft(
     plan: AttentionPlan,
     seen: _Seen,
     block_n: int,
-    rows_of: tuple[int, int],
+    tile_rows: tuple[int, ...],
     cut_few: bool,
-    hands: float,
+    hands: np.ndarray,
     share: bool,
 ) -> tuple[Draft, int]:
     """The items, and how often they may grow.
 
-    rows_of: most rows of an item, and of a narrow one. cut_few: few rows' items are cut into
-    segments. hands: wide items of one KV head that run at a time; 0: none of these is cut.
+    cut_few: items of the first of several tiles are cut into segments. hands: items of one KV head
+    and each tile that run at a time; 0: none of these is cut.
     """
-    tile_rows, few_rows = rows_of
-    units = _units(seen, (seen.rows < tile_rows) & share)
+    most_rows, several = tile_rows[-1], len(tile_rows) > 1
+    units = _units(seen, (seen.rows < most_rows) & share)
     # Blocks of rows that fit a tile.
-    count = -(-units.num_rows // tile_rows)
+    count = -(-units.num_rows // most_rows)
     unit = np.repeat(np.arange(len(count)), count)
-    skip = ragged(np.zeros(len(count), np.int64), count) * tile_rows
-    num_rows = np.minimum(tile_rows, units.num_rows[unit] - skip)
+    skip = ragged(np.zeros(len(count), np.int64), count) * most_rows
+    num_rows = np.minimum(most_rows, units.num_rows[unit] - skip)
     row_start, atom = units.row_start[unit] + skip, units.atom[unit]
     shared, start = units.shared[unit], units.start[unit]
     last = seen.first[atom + 1] - 1
@@ -295,9 +295,11 @@ def _draft(
     begin = np.maximum(start, oldest)
     # Parts of blocks: the first may be of several segments if it begins with its rows' first one.
     tiles = np.where(begin < stop, -(-stop // block_n) - begin // block_n, 0)
-    few = num_rows <= few_rows
-    apart = few & cut_few
-    fair = LONG * tiles[~apart].sum() / hands if hands else np.inf
+    tile = np.searchsorted(np.array(tile_rows), num_rows)
+    apart = (tile == 0) & cut_few
+    kind = np.where(apart, tile, np.maximum(tile, several))
+    walked = LONG * np.bincount(kind, tiles, len(tile_rows))
+    fair = (walked / hands)[kind] if hands.all() else np.inf
     folds = start == seen.start[seen.first[atom]]
     is_cut = folds & (apart | (tiles > fair))
     length = np.maximum(np.minimum(fair, tiles), 1).astype(np.int64) * block_n
@@ -312,28 +314,29 @@ def _draft(
     to = np.minimum(np.where(nth == 0, cut[block], segment_start(number)), stop[block])
     walks = _walks(plan, seen, atom[block], from_, to, shared[block], skip[block], newest[block])
     walked = -(-to // block_n) - from_ // block_n
-    few = few[block] & (segment_of(from_) == segment_of(to - 1))
-    wide, most = ~few & (few_rows > 0), int(walked.max(initial=0))
+    few = (tile[block] == 0) & (segment_of(from_) == segment_of(to - 1))
+    kind = np.where(few, 0, np.maximum(tile[block], several))
+    most = int(walked.max(initial=0))
     rows = units.rows[ragged(row_start[block], num_rows[block])]
     parts, alone = parts_of(plan, rows)
     draft = Draft(
-        kind=wide.astype(np.int64),
+        kind=kind,
         count=num_rows[block],
         walks=walks,
-        order=argsort(most - walked + wide * (most + 1)),
+        order=argsort(most - walked + kind * (most + 1)),
         queues=np.zeros((0, 4), np.int32),
-        split=(0, 0),
+        split=(int(np.count_nonzero(kind == 1)), 0),
         rows=rows,
         parts=parts,
         alone=alone,
         walked=int((to - from_).sum()),
-        num_wide=int(np.count_nonzero(wide)),
+        num_wide=int(np.count_nonzero(kind)),
         wide_tokens=0,
         last_ns=0.0,
     )
     # A row's own last segment may be filled up, an item that began with its first goes on.
     grows = (num_rows[block] == 1) & ~shared[block] & (to == stop[block])
-    grows &= (nth > 0) | ~folds[block] | few
+    grows &= (nth > 0) | ~folds[block] | (few & several)
     room = segment_start(segment_of(to - 1) + 1) - to
     return draft, int(room[grows].min(initial=2**31))
 

@@ -20,7 +20,9 @@ HEADER = 16  # words before the records
 QUEUED = 16  # words of a queue
 RECORD = 16  # words of an item's record: 8 of its own, 8 of its first walk entry
 ENTRY = 8  # words of a walk entry
-QUEUE = 14  # words of the header: items taken after each program's first; kernels count in them
+# Words of the header in which kernels count items taken after each program's first: by two kinds of
+# tiles, on the grid by three.
+QUEUE, GRID_QUEUE = 14, 13
 
 # Words of the header: numbers of items of narrower tiles and of the widest, and of merges; starts
 # of sections; the window, `split`, start of records.
