@@ -38,8 +38,10 @@ inline vi bytes_of(const PackedCodes& w, vi words) {
   return KIND == kTable ? looked_up(w.table, bytes) : bytes;
 }
 
-// Numbers of outputs `i` to `i + kLanes` of a block, of a group.
-inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w, int32_t block, int32_t g, int i) {
+// Numbers of outputs `i` to `i + kLanes` of a block, of a group. Always inlined: a call would write all
+// registers of sums to memory.
+__attribute__((always_inline)) inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w,
+                                                    int32_t block, int32_t g, int i) {
   const int64_t at = (int64_t{block} * w.groups + g) * 16 + i;
   if (of.supers != nullptr) {
     const int64_t super = int64_t{block} * (w.groups >> of.shift) + (g >> of.shift);
@@ -55,7 +57,7 @@ inline vf numbers_of(const GroupNumbers& of, const PackedCodes& w, int32_t block
 struct Group {
   vf scale, least;
   Group(vf scale, vf least) : scale(scale), least(least) {}
-  Group(const PackedCodes& w, int32_t block, int32_t g, int i)
+  __attribute__((always_inline)) Group(const PackedCodes& w, int32_t block, int32_t g, int i)
       : scale(numbers_of(w.scales, w, block, g, i)) {
     if (w.minimums.values != nullptr) {
       least = numbers_of(w.minimums, w, block, g, i);
@@ -111,7 +113,7 @@ inline int32_t round_codes_to(Code* to, const T* x, int32_t count, float scale) 
   });
 }
 
-// A packed row: its codes, then a scale and what its codes add up to (of groups, scaled), for each group.
+// A packed row: its codes, then a scale and what its codes add up to, for each group.
 template <class Code>
 struct PackedRow {
   Code* codes;
@@ -256,10 +258,24 @@ struct LinearChannels {
   }
 };
 
-// What dots of a group, its row's scale, and what its row's codes add up to (scaled) are added to. A row
-// has the same bits in all ways that round it alike.
-inline vf add_group(const Group& group, vf dots, float row_scale, float total, vf sums) {
-  return fma(dots * all(row_scale), group.scale, fma(group.least, all(total), sums));
+// Whether values of 0 of each group are worth a number of their own. Otherwise all have one zero, and
+// what it takes off dots is a whole number.
+inline bool has_least(const PackedCodes& w) {
+  return w.minimums.values != nullptr || w.zeros != nullptr;
+}
+
+// Of a row's codes in a group, which add up to `total`: that times their scale where groups have
+// `least`, or else what is added to dots.
+inline float offset_of(const PackedCodes& w, float scale, int32_t total) {
+  if (has_least(w)) return scale * static_cast<float>(total);
+  return __builtin_bit_cast(float, -w.zero * total);
+}
+
+// Adds dots of a group. A row has the same bits in all ways that round it alike.
+template <bool LEAST>
+inline vf add_group(const Group& group, vf dots, float row_scale, float offset, vf sums) {
+  if constexpr (LEAST) sums = fma(group.least, all(offset), sums);
+  return fma(dots * all(row_scale), group.scale, sums);
 }
 
 // Products of pairs of 16 bits: whole numbers of rows have as many.
@@ -297,8 +313,7 @@ struct LinearGroups {
       for (int32_t g = 0; g < w.groups; ++g) {
         const int32_t from = g * w.group, count = clamp(call.in - from, 0, w.group);
         const float scale = row.scales[g] = scale_of(x + from, count, Dots::kLargest);
-        const int32_t total = round_codes_to(codes + from, x + from, count, scale);
-        row.offsets[g] = scale * static_cast<float>(total);
+        row.offsets[g] = offset_of(w, scale, round_codes_to(codes + from, x + from, count, scale));
       }
       for (int32_t c = 0; c < w.depth; c += kChunk) place(w, codes + c, row.codes + c);
     }
@@ -377,7 +392,13 @@ struct LinearGroups {
               const Row row(rows + r * bytes, w, w.groups);
               vi sum = sums[k][r][0];
               for (int n = 1; n < kChains; ++n) sum = add(sum, sums[k][r][n]);
-              acc[r] = add_group(group, to_float(sum), row.scales[of], row.offsets[of], acc[r]);
+              const float offset = row.offsets[of];
+              if (has_least(w)) {
+                acc[r] = add_group<true>(group, to_float(sum), row.scales[of], offset, acc[r]);
+              } else {
+                sum = add(sum, all(__builtin_bit_cast(int32_t, offset)));
+                acc[r] = add_group<false>(group, to_float(sum), row.scales[of], offset, acc[r]);
+              }
             }
           }
         }

@@ -62,13 +62,14 @@ struct ManyBytes {
       const Panel panel(call, p);
       for (int32_t r = 0; r < panel.rows; ++r) {
         const T* x = static_cast<const T*>(call.x) + (p * kRows + r) * call.in;
-        round(w, x, call.in, codes, panel.scales + r, panel.totals + r, panel.rows);
-        // Of four neighbours the first, the third, the second, the fourth, as `turned` has nibbles.
-        const int second = w.kind == kEight ? 1 : 2, third = 3 - second;
-        for (int32_t d = 0; d < w.depth / 4; ++d) {
-          const int8_t* of = codes + 4 * d;
-          int8_t* to = panel.codes + 4 * (d * panel.rows + r);
-          to[0] = of[0], to[1] = of[second], to[2] = of[third], to[3] = of[3];
+        int8_t* of = codes + r * w.depth;
+        round(w, x, call.in, of, panel.scales + r, panel.offsets + r, panel.rows);
+        if (w.kind != kEight) swap_middles(of, w.depth);
+      }
+      int8_t* to = panel.codes;
+      for (int32_t d = 0; d < w.depth; d += 4) {
+        for (int32_t r = 0; r < panel.rows; ++r, to += 4) {
+          __builtin_memcpy(to, codes + r * w.depth + d, 4);
         }
       }
     }
@@ -110,33 +111,43 @@ struct ManyBytes {
   }
 
  private:
-  // Whole numbers of a row, one after the other; of group g the scale and what its codes add up to,
-  // scaled, at g * stride.
+  // Whole numbers of a row, one after the other; of group g the scale and the offset at g * stride.
   template <class T>
   static void round(const PackedCodes& w, const T* x, int32_t in, int8_t* codes, float* scales,
-                    float* totals, int32_t stride) {
+                    float* offsets, int32_t stride) {
     for (int32_t g = 0; g < w.groups; ++g) {
       const int32_t from = g * w.group, count = clamp(in - from, 0, w.group);
       const float scale = scale_of(x + from, count, kLargest8);
       scales[g * stride] = scale;
       const int32_t total = round_codes_to(codes + from, x + from, count, scale);
-      totals[g * stride] = scale * static_cast<float>(total);
+      offsets[g * stride] = offset_of(w, scale, total);
       for (int32_t at = count; at < w.group; ++at) codes[from + at] = 0;
     }
   }
 
-  // Packed rows, side by side: four inputs of each, then the next four; groups' scales and totals.
+  // Of four neighbours the first, the third, the second, the fourth, as `turned` has nibbles.
+  static void swap_middles(int8_t* codes, int32_t depth) {
+    for (int32_t d = 0; d < depth; d += 64) {
+      const vi fours = load_bytes(codes + d);
+      const vi second = _mm512_slli_epi32(both(fours, all(0xff00)), 8);
+      const vi third = both(_mm512_srli_epi32(fours, 8), all(0xff00));
+      const vi ends = both(fours, all(-0xffff01));
+      _mm512_storeu_si512(codes + d, ends | second | third);
+    }
+  }
+
+  // Packed rows, side by side: four inputs of each, then the next four; groups' scales and offsets.
   struct Panel {
     int32_t rows;
     int8_t* codes;
-    float *scales, *totals;
+    float *scales, *offsets;
 
     Panel(const LinearCall& call, int64_t panel)
         : rows(static_cast<int32_t>(
               call.rows - panel * kRows < kRows ? call.rows - panel * kRows : kRows)),
           codes(reinterpret_cast<int8_t*>(call.packed) + panel * panel_bytes(call.weight)),
           scales(reinterpret_cast<float*>(codes + int64_t{rows} * call.weight.depth)),
-          totals(scales + int64_t{rows} * call.weight.groups) {}
+          offsets(scales + int64_t{rows} * call.weight.groups) {}
   };
 
   // Four codes of sixteen outputs: low nibbles of words of `even`, and of the bytes above of `odd`.
@@ -185,7 +196,7 @@ struct ManyBytes {
     for (int32_t g = 0; g < count * groups; ++g) {
       const Group group(w, block, first + g, 0);
       store(to[g][0][b], group.scale);
-      store(to[g][1][b], group.least);
+      if (has_least(w)) store(to[g][1][b], group.least);
     }
   }
 
@@ -199,46 +210,52 @@ struct ManyBytes {
       const int32_t end = panel.rows * (i + 1) / tiles;
       tile.rows = panel.codes + int64_t{chunk} * (w.depth / w.chunks) * panel.rows + 4 * row;
       tile.scales = panel.scales + int64_t{chunk} * groups * panel.rows + row;
-      tile.totals = panel.totals + int64_t{chunk} * groups * panel.rows + row;
-      multiply_rows<kTile>(tile, end - row, sums + row);
+      tile.offsets = panel.offsets + int64_t{chunk} * groups * panel.rows + row;
+      if (has_least(w)) {
+        multiply_rows<true, kTile>(tile, end - row, sums + row);
+      } else {
+        multiply_rows<false, kTile>(tile, end - row, sums + row);
+      }
       row = end;
     }
   }
 
-  // Some groups of a pair, and of a tile's first row; a row's next four, scale and total are
+  // Some groups of a pair, and of a tile's first row; a row's next four, scale and offset are
   // `stride` rows further.
   struct Tile {
     const char* codes;
     const Numbers* numbers;
     int32_t groups, steps, stride;
     const int8_t* rows = nullptr;
-    const float *scales = nullptr, *totals = nullptr;
+    const float *scales = nullptr, *offsets = nullptr;
   };
 
-  template <int ROWS>
+  template <bool LEAST, int ROWS>
   static void multiply_rows(const Tile& tile, int32_t rows, float (*sums)[32]) {
     if constexpr (ROWS > 1) {
-      if (rows < ROWS) return multiply_rows<ROWS - 1>(tile, rows, sums);
+      if (rows < ROWS) return multiply_rows<LEAST, ROWS - 1>(tile, rows, sums);
     }
-    multiply_tile<ROWS>(tile, sums);
+    multiply_tile<LEAST, ROWS>(tile, sums);
   }
 
   // A function of its own, so that the compiler keeps dots and sums in registers.
-  template <int ROWS>
+  template <bool LEAST, int ROWS>
   __attribute__((noinline)) static void multiply_tile(const Tile& tile, float (*sums)[32]) {
     const char* codes = tile.codes;
     const int8_t* rows = tile.rows;
-    const float *scales = tile.scales, *totals = tile.totals;
+    const float *scales = tile.scales, *offsets = tile.offsets;
     vf acc[ROWS][2];
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r) {
       acc[r][0] = load(sums[r]);
       acc[r][1] = load(sums[r] + 16);
     }
-    for (int32_t g = 0; g < tile.groups; ++g, scales += tile.stride, totals += tile.stride) {
+    for (int32_t g = 0; g < tile.groups; ++g, scales += tile.stride, offsets += tile.stride) {
       vi dots[ROWS][2];
 #pragma GCC unroll 6
-      for (int r = 0; r < ROWS; ++r) dots[r][0] = dots[r][1] = all(0);
+      for (int r = 0; r < ROWS; ++r) {
+        dots[r][0] = dots[r][1] = all(LEAST ? 0 : __builtin_bit_cast(int32_t, offsets[r]));
+      }
       const char* end = codes + tile.steps * kStep;
       do {
         const vi first = load_bytes(codes), second = load_bytes(codes + sizeof(vi));
@@ -256,7 +273,7 @@ struct ManyBytes {
         const Group group(load(tile.numbers[g][0][b]), load(tile.numbers[g][1][b]));
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
-          acc[r][b] = add_group(group, to_float(dots[r][b]), scales[r], totals[r], acc[r][b]);
+          acc[r][b] = add_group<LEAST>(group, to_float(dots[r][b]), scales[r], offsets[r], acc[r][b]);
         }
       }
     }

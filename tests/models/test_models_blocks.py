@@ -13,7 +13,8 @@ from torch import Tensor
 
 from onestem.errors import WeightsError
 from onestem.models.cuts import Cut
-from onestem.models.formats.held import Groups, Levels, joined
+from onestem.models.formats.held import Groups, Levels, Pieces, joined
+from onestem.models.formats.products import packed_groups
 from onestem.models.gguf import values
 from onestem.models.gguf.blocks import pieces_of
 from onestem.models.gguf.file import BLOCKS, RawTensor
@@ -29,12 +30,12 @@ every_kind = pytest.mark.parametrize("kind", BLOCKS)
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Callable[..., tuple[RawTensor, Tensor]]:
-    def make(kind: str, seed: int = 0) -> tuple[RawTensor, Tensor]:
+    def make(kind: str, seed: int = 0, rows: int = ROWS) -> tuple[RawTensor, Tensor]:
         """Random blocks in a file, and the numbers that they are."""
         known = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[known]
         random = np.random.default_rng(seed)
-        blocks = random.integers(0, 256, (ROWS * COLUMNS // block, size), np.uint8)
+        blocks = random.integers(0, 256, (rows * COLUMNS // block, size), np.uint8)
         for at in HALVES[kind]:
             scales = random.standard_normal(len(blocks)).astype(np.float16)
             scales[: len(EXTREMES)] = EXTREMES
@@ -42,9 +43,9 @@ def stored(tmp_path: Path) -> Callable[..., tuple[RawTensor, Tensor]]:
         if kind == "MXFP4":
             blocks[:, 0] = random.permutation(len(blocks)) % 250  # 0 and 1: denormal
         (tmp_path / kind).write_bytes(b"before" + blocks.tobytes())
-        raw = RawTensor("a", (ROWS, COLUMNS), kind, COLUMNS // block * size, tmp_path / kind, 6)
+        raw = RawTensor("a", (rows, COLUMNS), kind, COLUMNS // block * size, tmp_path / kind, 6)
         truth = gguf.quants.dequantize(blocks, known)
-        return raw, torch.from_numpy(truth).reshape(ROWS, COLUMNS)
+        return raw, torch.from_numpy(truth).reshape(rows, COLUMNS)
 
     return make
 
@@ -61,6 +62,20 @@ def test_groups_are_the_numbers_of_their_blocks(stored, monkeypatch, kind, rows)
     if kind == "Q6_K":
         assert isinstance(weight.scales, Levels)
         assert int(weight.scales.parts.min()) < 0
+
+
+@every_kind
+@pytest.mark.parametrize("rows", [64, 80])
+def test_pieces_are_packed_as_the_whole(stored, monkeypatch, kind, rows):
+    """Two matrices behind each other, the first of whole pairs of blocks or not."""
+    monkeypatch.setattr(values, "CHUNK", 1)
+    pieces = joined([pieces_of(stored(kind, rows=rows)[0])] * 2)
+    assert isinstance(pieces, Pieces)
+    assert len(pieces.parts) > 2
+    packed, whole = packed_groups(pieces), packed_groups(pieces.whole())
+    assert packed.out_features == pieces.out_features == 2 * rows
+    for one, other in zip(packed.tensors(), whole.tensors(), strict=True):
+        assert torch.equal(one, other)
 
 
 @every_kind
