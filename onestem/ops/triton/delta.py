@@ -24,9 +24,8 @@ from onestem.ops.state_rows import CHUNK, FEW_ROWS
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 
 _CONV_BLOCK = 256  # channels of a program
-_CONV_ROWS = 8
-_NORM_HEADS = 4
-_GATE_BLOCK = 256
+_CONV_ROWS, _CONV_WARPS = (1, 8), (1, 4)  # without chunks, where most parts are one row, and with
+_NORM_HEADS, _GATE_BLOCK = 4, 256
 # Columns of a state in a program, its warps, and registers of a thread. One warp sums without
 # barriers, and more states are read at once where fewer registers hold them.
 _FEW_COLUMNS, _FEW_WARPS, _FEW_REGISTERS = 16, 1, 128
@@ -72,6 +71,7 @@ def _causal_conv(
     KEEP: tl.constexpr,
     DEPENDENT: tl.constexpr,
     CHUNK: tl.constexpr,
+    KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -102,7 +102,7 @@ def _causal_conv(
         mask = (row < stop)[:, None] & inside[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=mask)
     if (chunk < 0) & (stop > begin):
-        i = tl.arange(0, ROWS)
+        i = tl.arange(0, KEPT)
         last = _inputs(
             x, states, end - KEEP + i, first, end, source, at, inside, stride, channels, KEEP
         )
@@ -407,9 +407,10 @@ class TritonDelta(DeltaOps):
                 x.shape[1],
                 KEEP=keep,
                 CHUNK=CHUNK,
-                ROWS=_CONV_ROWS,
+                KEPT=triton.next_power_of_2(keep),
+                ROWS=_CONV_ROWS[len(rows.chunks) > 0],
                 BLOCK=_CONV_BLOCK,
-                num_warps=4,
+                num_warps=_CONV_WARPS[len(rows.chunks) > 0],
                 **dependent_launch(x.device),
             )
         return out
@@ -557,5 +558,4 @@ def _scan_columns(states: int, dv: int, device: torch.device) -> int:
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
     sizes = [size for size in _SCAN_COLUMNS if size <= max(16, triton.next_power_of_2(dv))]
-    busy = [size for size in sizes if states * triton.cdiv(dv, size) >= 0.75 * sms]
-    return busy[0] if busy else sizes[-1]
+    return next((x for x in sizes if states * triton.cdiv(dv, x) >= 0.75 * sms), sizes[-1])
