@@ -18,8 +18,8 @@ import numpy as np
 from onestem.pml.segments import CompiledPrompt, Segment, segment_key
 
 KIND = "documents"  # what keys are named by
-# Tokens that are chosen together. With 16 more answers are lost, and with fewer no more are kept;
-# each block that is computed may be a run with a page of its own.
+# Tokens that are chosen together. Blocks of 16 lose more of the answer, those of 4 hardly less, and
+# each block that is computed may be a run with pages of its own.
 BLOCK = 8
 # A document's own sight: at most so many of the prompt's first tokens, directly before it. Without
 # any, its first token would take the place of the prompt's first one, to which all others attend.
