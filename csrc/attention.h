@@ -34,6 +34,9 @@ struct Piece {
   int32_t run, lo, hi, first, end, step;
 };
 
+// Whether an item leaves the states of an unfinished segment for others, or goes on from such states.
+enum Hand : int32_t { kKeeps, kLeaves, kGoesOn };
+
 // Rows that attend to pieces, for KV heads head..head+num_heads-1. `wide`: all query rows of a KV
 // head in one matrix product; otherwise each is a vector, and keys are read straight from the pages.
 struct Item {
@@ -41,6 +44,7 @@ struct Item {
   int32_t pieces_at, num_pieces;
   int32_t head, num_heads;
   int32_t wide;
+  Hand hand;
   float cost;  // nanoseconds, estimated
 };
 
@@ -61,6 +65,7 @@ struct WorkView {
   const int32_t* rows;    // [parts]: queries of all items
   const int32_t* states;  // [parts]: where a row's state goes; -1: it is the row's only one
   const Merge* merges;    // [num_rows]
+  const int32_t* handed;  // [num_rows]: the state that a row's item goes on from; -1: none
 };
 
 // Strides of KV pages [num_pages, page_size, kv_heads, dim], in elements; those of a head's vector are
@@ -142,6 +147,7 @@ struct Rates {
 // What one instruction set offers for one type. Functions over rows work on rows begin..end-1.
 struct KernelsOf {
   int32_t lanes;  // query rows of a wide item are padded to a multiple of this
+  int32_t grid_keys;  // tokens of a tile on the grid
   Rates rates;
   int32_t (*wide_lanes)(int32_t dim);  // query rows (times group) of a wide item at most
   size_t (*wide_scratch)(int32_t dim);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #include "arena.h"
 #include "threads.h"
@@ -49,19 +50,25 @@ void clear_rows(const AttentionCall& call, const WorkList& work, size_t element_
 }
 
 // Items are taken in turn by whichever thread is free. Who completes the last state of a row and a
-// KV head merges them, so that no thread waits for the others.
+// KV head merges them, so that no thread waits for the others; only what goes on from states that are
+// left first waits for these, and all of that was begun before.
 class Team {
  public:
   Team(const AttentionCall& call, const Plan& plan, const WorkList& work, const KernelsOf& kernels,
        size_t scratch, std::atomic<int32_t>* left)
-      : call_(call), plan_(plan), work_(work), kernels_(kernels), scratch_(scratch), left_(left) {}
+      : call_(call), plan_(plan), work_(work), kernels_(kernels), scratch_(scratch), left_(left), leaving_(work.num_leaving) {}
 
   void operator()() {
     const int32_t count = static_cast<int32_t>(work_.items.size());
     for (int32_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) {
       const Item& item = work_.items[i];
+      while (item.hand == kGoesOn && leaving_.load(std::memory_order_acquire) > 0) std::this_thread::yield();
       kernels_.attend(call_, item, t_scratch.take(scratch_));
-      if (work_.num_states != 0) merge(item);
+      if (item.hand == kLeaves) {
+        leaving_.fetch_sub(1, std::memory_order_release);
+      } else if (work_.num_states != 0) {
+        merge(item);
+      }
     }
   }
 
@@ -83,7 +90,7 @@ class Team {
   const KernelsOf& kernels_;
   size_t scratch_;
   std::atomic<int32_t>* left_;
-  std::atomic<int32_t> next_{0};
+  std::atomic<int32_t> leaving_, next_{0};
 };
 
 }  // namespace

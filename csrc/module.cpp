@@ -79,8 +79,8 @@ void attend_plan(PreparedPlan& plan, int dtype, uintptr_t q, uintptr_t k, uintpt
   attend(call, plan, static_cast<Dtype>(dtype), threads);
 }
 
-// The work items: (wide, rows, first KV head, KV heads, pieces, nanoseconds); pieces as in
-// attention.h.
+// The work items: (wide, rows, first KV head, KV heads, pieces, nanoseconds, hand); pieces and hand as
+// in attention.h.
 nb::list describe(PreparedPlan& plan, int dtype, int32_t q_heads, int32_t kv_heads, int32_t dim,
                   int32_t threads) {
   const WorkList& work = plan.work(static_cast<Dtype>(dtype), {q_heads, kv_heads, dim}, threads);
@@ -93,7 +93,7 @@ nb::list describe(PreparedPlan& plan, int dtype, int32_t q_heads, int32_t kv_hea
       pieces.append(nb::make_tuple(p.run, p.lo, p.hi, p.first, p.end, p.step));
     }
     items.append(nb::make_tuple(item.wide != 0, std::vector<int32_t>(rows, rows + item.num_rows),
-                                item.head, item.num_heads, pieces, item.cost));
+                                item.head, item.num_heads, pieces, item.cost, static_cast<int>(item.hand)));
   }
   return items;
 }

@@ -12,7 +12,7 @@ namespace onestem {
 
 WorkView WorkList::view(const Plan& plan) const {
   return {plan.page_size, plan.run_pages.data(), plan.runs.data(), plan.row_position.data(), plan.window, grid, pieces.data(), rows.data(),
-          states.data(), merges.data()};
+          states.data(), merges.data(), handed.data()};
 }
 
 namespace {
@@ -26,6 +26,7 @@ int32_t next_segment(int32_t position) {
 struct Unit {
   std::vector<int32_t> rows;
   std::vector<Piece> pieces;
+  Hand hand = kKeeps;
 };
 
 // Estimated nanoseconds, for one KV head.
@@ -210,19 +211,31 @@ class Units {
 };
 
 // The units on the grid. Atoms whose first segments are the same tokens walk them together; what an
-// atom sees besides is a unit for each segment, or one for all if nothing is shared.
+// atom sees besides is a unit for each segment, or one for all if nothing is shared. `tile`: tokens
+// between places where a walk may go on from another's states.
 class GridUnits {
  public:
-  GridUnits(const Plan& plan, bool share)
-      : plan_(plan), atoms_(plan), walks_(atoms_.count()), shared_(atoms_.count()) {
+  GridUnits(const Plan& plan, bool share, int32_t tile)
+      : plan_(plan),
+        tile_(tile),
+        atoms_(plan),
+        walks_(atoms_.count()),
+        shared_(atoms_.count()),
+        handed_(atoms_.count()) {
     for (const Span& s : plan.spans) {
       for (int32_t a = atoms_.of_row[s.row]; a < atoms_.of_row[s.row + s.rows]; ++a) {
         const Piece piece = atoms_.piece(s, a);
         if (piece.hi > piece.lo) walks_[a].push_back(piece);
       }
     }
-    for (size_t atom = 0; atom < walks_.size(); ++atom) put_in_order(atom);
-    if (share) find_shared();
+    for (size_t atom = 0; atom < walks_.size(); ++atom) {
+      put_in_order(atom);
+      if (!walks_[atom].empty()) shared_[atom] = start_of(walks_[atom][0]);
+    }
+    if (share) {
+      find_shared();
+      for (int32_t tiles = segment_size(INT32_MAX) / tile_ - 1; tiles > 0; --tiles) hand_over(tiles);
+    }
     for (size_t atom = 0; atom < walks_.size(); ++atom) add_own(atom);
     std::stable_sort(units.begin(), units.end(), [&](const Unit& a, const Unit& b) {
       return start_of(a.pieces[0]) < start_of(b.pieces[0]);
@@ -274,6 +287,12 @@ class GridUnits {
     return pieces;
   }
 
+  Key tokens_of(size_t atom, int32_t from, int32_t to) const {
+    Key key;
+    for (const Piece& p : cut(atom, from, to)) key.insert(key.end(), {p.run, p.lo, p.hi});
+    return key;
+  }
+
   // Finds segments that several atoms see whole, from their first on.
   void find_shared() {
     std::unordered_map<Key, std::vector<size_t>, Hash> seen;  // by tokens: atoms
@@ -282,11 +301,7 @@ class GridUnits {
       if (walks_[atom].empty()) continue;
       const int32_t whole = whole_to(atom);
       for (int32_t at = start_of(walks_[atom][0]); next_segment(at) <= whole; at = next_segment(at)) {
-        Key key;
-        for (const Piece& p : cut(atom, at, next_segment(at))) {
-          key.insert(key.end(), {p.run, p.lo, p.hi});
-        }
-        auto& atoms = seen[key];
+        auto& atoms = seen[tokens_of(atom, at, next_segment(at))];
         atoms.push_back(atom);
         groups[atom].push_back(&atoms);
       }
@@ -297,9 +312,7 @@ class GridUnits {
   // The units of shared segments whose first atom this is. Segments of the same atoms are walked in
   // one go from their first on; behind it each has a state of its own.
   void add_shared(size_t atom, const std::vector<const std::vector<size_t>*>& groups) {
-    if (groups.empty()) return;
-    int32_t at = start_of(walks_[atom][0]);
-    shared_[atom] = at;
+    int32_t at = shared_[atom];
     for (size_t i = 0; i < groups.size() && groups[i]->size() > 1;) {
       const auto& atoms = *groups[i];
       int32_t to = next_segment(at);
@@ -311,12 +324,40 @@ class GridUnits {
     }
   }
 
+  // Where rows part inside a segment: those that see its first `tiles` tiles have them in one unit.
+  void hand_over(int32_t tiles) {
+    std::unordered_map<Key, std::vector<size_t>, Hash> seen;  // by tokens: atoms
+    std::vector<const std::vector<size_t>*> groups(walks_.size());
+    const auto end_of = [&](int32_t from) { return (from / tile_ + tiles) * tile_; };
+    for (size_t atom = 0; atom < walks_.size(); ++atom) {
+      const int32_t from = shared_[atom], to = end_of(from);
+      if (walks_[atom].empty() || atoms_.rows(atom) > 1 || handed_[atom] || to >= next_segment(from) ||
+          to >= whole_to(atom)) {
+        continue;
+      }
+      auto& atoms = seen[tokens_of(atom, from, to)];
+      atoms.push_back(atom);
+      groups[atom] = &atoms;
+    }
+    for (size_t atom = 0; atom < walks_.size(); ++atom) {
+      if (groups[atom] == nullptr || groups[atom]->size() < 2) continue;
+      handed_[atom] = end_of(shared_[atom]);
+      if (groups[atom]->front() != atom) continue;
+      units.push_back(unit_of(*groups[atom], atom, shared_[atom], handed_[atom]));
+      units.back().hand = kLeaves;
+    }
+  }
+
   void add_own(size_t atom) {
     if (walks_[atom].empty()) return;
     const int32_t first = start_of(walks_[atom][0]), stop = stop_of(walks_[atom].back());
-    if (shared_[atom] <= first) return units.push_back(unit_of({atom}, atom, first, stop));
-    for (int32_t at = shared_[atom]; at < stop; at = next_segment(at)) {
-      units.push_back(unit_of({atom}, atom, at, std::min(stop, next_segment(at))));
+    const bool whole = shared_[atom] == first;
+    Hand hand = handed_[atom] ? kGoesOn : kKeeps;
+    for (int32_t at = std::max(shared_[atom], handed_[atom]); at < stop; hand = kKeeps) {
+      const int32_t to = whole ? stop : std::min(stop, next_segment(at));
+      units.push_back(unit_of({atom}, atom, at, to));
+      units.back().hand = hand;
+      at = to;
     }
   }
 
@@ -332,9 +373,11 @@ class GridUnits {
   }
 
   const Plan& plan_;
+  int32_t tile_;
   Atoms atoms_;
   std::vector<std::vector<Piece>> walks_;
   std::vector<int32_t> shared_;  // positions up to which each atom walks with others
+  std::vector<int32_t> handed_;  // and up to which it goes on from their states; 0: from none
 };
 
 // Some rows of a unit, with what they see of its pieces.
@@ -368,11 +411,18 @@ class Cutter {
     for (const RowBlock& block : blocks_) cut_tokens(block);
     place_states();
     std::stable_sort(work_.items.begin(), work_.items.end(),
-                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
+                     [](const Item& a, const Item& b) {
+                       const int32_t turn_a = turn_of(a), turn_b = turn_of(b);
+                       return turn_a < turn_b || (turn_a == turn_b && a.cost > b.cost);
+                     });
     return std::move(work_);
   }
 
  private:
+  static int32_t turn_of(const Item& item) {
+    return item.hand == kLeaves ? 0 : item.hand == kKeeps ? 1 : 2;
+  }
+
   void cut_rows(const Unit& unit) {
     const int32_t rows = static_cast<int32_t>(unit.rows.size());
     const int32_t blocks = (rows + wide_rows_ - 1) / wide_rows_;
@@ -458,6 +508,7 @@ class Cutter {
     item.num_rows = block.count;
     item.pieces_at = static_cast<int32_t>(work_.pieces.size());
     item.wide = block.wide;
+    item.hand = from == 0 ? block.unit->hand : kKeeps;
     int64_t at = 0;
     for (const Piece& piece : block.pieces) {
       Piece cut = piece;
@@ -470,6 +521,8 @@ class Cutter {
     item.num_pieces = static_cast<int32_t>(work_.pieces.size()) - item.pieces_at;
     const auto rows = block.unit->rows.begin() + block.begin;
     work_.rows.insert(work_.rows.end(), rows, rows + block.count);
+    leaves_.resize(work_.rows.size(), item.hand == kLeaves);
+    if (item.hand == kLeaves) work_.num_leaving += static_cast<int32_t>(head_parts);
     item.cost = static_cast<float>(cost);
     for (int64_t h = 0; h < head_parts; ++h) {
       item.head = static_cast<int32_t>(heads_.kv_heads * h / head_parts);
@@ -482,8 +535,9 @@ class Cutter {
   void place_states() {
     work_.merges.assign(plan_.num_rows(), {0, 0});
     std::vector<uint8_t> moved(plan_.num_rows(), 0);
-    for (int32_t query : work_.rows) {
-      ++work_.merges[plan_.row_of(query)].count;
+    for (size_t part = 0; part < work_.rows.size(); ++part) {
+      const int32_t query = work_.rows[part];
+      work_.merges[plan_.row_of(query)].count += !leaves_[part];
       if (query >= plan_.num_rows()) moved[plan_.row_of(query)] = 1;
     }
     for (int32_t row = 0; row < plan_.num_rows(); ++row) {
@@ -494,8 +548,13 @@ class Cutter {
     }
     std::vector<int32_t> taken(plan_.num_rows(), 0);
     work_.states.reserve(work_.rows.size());
-    for (int32_t query : work_.rows) {
-      const int32_t row = plan_.row_of(query);
+    work_.handed.assign(plan_.num_rows(), -1);
+    for (size_t part = 0; part < work_.rows.size(); ++part) {
+      const int32_t query = work_.rows[part], row = plan_.row_of(query);
+      if (leaves_[part]) {
+        work_.states.push_back(work_.handed[row] = work_.num_states++);
+        continue;
+      }
       const Merge& merge = work_.merges[row];
       work_.states.push_back(merge.count > 1 || moved[row] ? merge.state + taken[row]++ : -1);
     }
@@ -512,6 +571,7 @@ class Cutter {
   int32_t wide_rows_, threads_;
   double longest_ = 0;
   std::vector<RowBlock> blocks_;
+  std::vector<uint8_t> leaves_;  // [parts]
   WorkList work_;
 };
 
@@ -524,7 +584,7 @@ WorkList make_work(const Plan& plan, const Rules& rules, const Heads& heads,
   if (rules.grid && !plan.moved.empty()) {
     throw std::invalid_argument("a row sees tokens at other positions than they were stored at");
   }
-  if (rules.grid) return cutter.cut(GridUnits(plan, rules.share).units);
+  if (rules.grid) return cutter.cut(GridUnits(plan, rules.share, kernels.grid_keys).units);
   return cutter.cut(Units(plan, rules.share, estimate).units);
 }
 

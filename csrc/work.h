@@ -40,13 +40,14 @@ struct CostModel {
 };
 
 struct WorkList {
-  std::vector<Item> items;  // longest first
+  std::vector<Item> items;  // longest first; before them those that leave states, last those that go on
   std::vector<Piece> pieces;
   std::vector<int32_t> rows;    // [parts], of queries
   std::vector<int32_t> states;  // [parts], -1: the row's only part, and of its own query
   std::vector<Merge> merges;    // [num_rows]
+  std::vector<int32_t> handed;  // [num_rows]
   std::vector<int32_t> empty_rows;
-  int32_t num_states = 0;
+  int32_t num_states = 0, num_leaving = 0;
   bool grid = false;
   double cost = 0;  // nanoseconds of one core
 
@@ -57,7 +58,8 @@ struct WorkList {
 // they are cut depends on positions alone. Tiles lie on the grid; wide items fold them in order, from
 // nothing in each segment (`segment_size`), and the states of segments are folded in order: by
 // the item that begins with a row's first segment, or by the merge. A row's result then has the same
-// bits whatever the plan's other rows, runs and sharing are.
+// bits whatever the plan's other rows, runs and sharing are. In the segment in which rows part, one
+// item walks the tiles that they share, and their own items go on from its states.
 struct Rules {
   bool share, grid;
 };

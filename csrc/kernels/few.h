@@ -34,7 +34,7 @@ class FewItem {
 
   static constexpr int kVecs = 4;  // of keys or elements that are summed side by side
   static constexpr int kWidth = kVecs * kLanes;
-  static constexpr int32_t kKeys = Products::kTileKeys, kSteps = kKeys / Products::kPack;
+  static constexpr int32_t kKeys = Products::kGridKeys, kSteps = kKeys / Products::kPack;
 
   void layout(Scratch& scratch, int32_t dim) {
     words_ = Products::query_rows(dim);
@@ -59,6 +59,7 @@ class FewItem {
       Products::pack_query(q, call_->dim, queries_ + lane * words_);
     }
     clear();
+    for (int32_t lane = 0; lane < lanes_; ++lane) go_on(lane);
     walk_tiles(*call_, *item_, kKeys, tiles_, bounds_, *this);
     for (int32_t lane = 0; lane < lanes_; ++lane) {
       store_partial<T>(*call_, row_of(lane), q_head(lane),
@@ -68,6 +69,11 @@ class FewItem {
 
   int32_t row_of(int32_t lane) const { return item_->rows_at + lane / call_->group; }
   int32_t q_head(int32_t lane) const { return head_ * call_->group + lane % call_->group; }
+
+  void go_on(int32_t lane) {
+    const float* values = handed_state(*call_, *item_, row_of(lane), q_head(lane), now_.top[lane], now_.sum[lane]);
+    for (int32_t d = 0; values != nullptr && d < call_->dim; ++d) now_.out[lane * width_ + d] = values[d];
+  }
 
   void clear() {
     for (int32_t i = 0; i < lanes_ * width_; ++i) now_.out[i] = 0.0f;

@@ -24,7 +24,7 @@ struct Rows {
 struct AmxProducts {
   using Element = uint32_t;
   static constexpr bool kHasFew = false;
-  static constexpr int kTileKeys = 256;
+  static constexpr int kTileKeys = 256, kGridKeys = 256;
   static constexpr int kKeyStep = 32;
   static constexpr int kMaxVecs = 2;
   // Memory is asked for ahead between vector instructions and between products of weights: beside

@@ -43,6 +43,7 @@ struct LaneProducts {
   static constexpr bool kHasFew = true;  // `FewItem` takes them
   static constexpr int kPack = PACK;
   static constexpr int kTileKeys = 128;
+  static constexpr int kGridKeys = 64;  // of a tile on the grid
   static constexpr int kKeyStep = 8;  // keys are computed in multiples of this
   static constexpr bool kFetchesWithScores = true;
   static constexpr bool kOutByLane = false;

@@ -84,6 +84,18 @@ inline void store_partial(const AttentionCall& call, int32_t part, int32_t head,
   call.state_sum[at] = partial.sum;
 }
 
+// The state that an item goes on from, of a row's query head, or null where it is nothing yet. Its
+// maximum and sum are set.
+inline const float* handed_state(const AttentionCall& call, const Item& item, int32_t part, int32_t head,
+                                 float& top, float& sum) {
+  const int32_t state = item.hand == kGoesOn ? call.work.handed[call.work.rows[part]] : -1;
+  if (state < 0) return nullptr;
+  const int64_t at = int64_t{state} * call.q_heads + head;
+  top = call.state_top[at];
+  sum = call.state_sum[at];
+  return call.state_out + at * call.dim;
+}
+
 // lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) out_i, over a row's states. Those of one
 // row stand side by side and are folded in that order, whichever thread comes last.
 template <class T>

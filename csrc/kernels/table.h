@@ -63,6 +63,7 @@ void fill(Kernels& kernels, Dtype dtype, Rates rates) {
   kernels.groups[kEight] = any_type<LinearGroups<kEight, PairDots>>();
   KernelsOf& of = kernels.of[dtype];
   of.lanes = kLanes;
+  of.grid_keys = Products::kGridKeys;
   of.wide_lanes = WideItem<T, Products>::max_lanes;
   of.wide_scratch = wide_scratch<T, Products, FewProducts>;
   of.thin_scratch = ThinItem<T>::scratch_bytes;

@@ -65,6 +65,8 @@ class WideItem {
   }
 
   int32_t num_lanes() const { return item_->num_rows * call_->group; }
+  int32_t part_of(int32_t lane) const { return item_->rows_at + lane / call_->group; }
+  int32_t q_head(int32_t lane) const { return head_ * call_->group + lane % call_->group; }
 
   void cut_blocks() {
     int32_t vecs = round_up(num_lanes(), kLanes) / kLanes;
@@ -84,7 +86,8 @@ class WideItem {
     k_ = static_cast<const T*>(call_->k) + head * call_->pages.head;
     v_ = static_cast<const T*>(call_->v) + head * call_->pages.head;
     for (int32_t b = 0; b < num_blocks_; ++b) begin(blocks_[b]);
-    walk_tiles(*call_, *item_, Products::kTileKeys, tiles_, bounds_, *this);
+    const int32_t keys = call_->work.grid ? Products::kGridKeys : Products::kTileKeys;
+    walk_tiles(*call_, *item_, keys, tiles_, bounds_, *this);
     for (int32_t b = 0; b < num_blocks_; ++b) finish(blocks_[b]);
   }
 
@@ -117,9 +120,8 @@ class WideItem {
   // A lane's query row, or null behind the last lane.
   const T* query(int32_t lane) const {
     if (lane >= num_lanes()) return nullptr;
-    const int32_t row = call_->work.rows[item_->rows_at + lane / call_->group];
-    const int32_t head = head_ * call_->group + lane % call_->group;
-    return static_cast<const T*>(call_->q) + (int64_t{row} * call_->q_heads + head) * call_->dim;
+    const int32_t row = call_->work.rows[part_of(lane)];
+    return static_cast<const T*>(call_->q) + (int64_t{row} * call_->q_heads + q_head(lane)) * call_->dim;
   }
 
   void begin(const Block& block) {
@@ -127,6 +129,15 @@ class WideItem {
     for (int32_t lane = 0; lane < lanes; lane += 8) pack_queries(block, lane);
     clear(block);
     for (int32_t lane = block.lane; lane < block.lane + lanes; ++lane) set_lane(lane);
+    const int32_t stop = smaller(lanes, num_lanes() - block.lane);
+    float* out = now_.out + int64_t{block.lane} * Products::out_rows(call_->dim);
+    for (int32_t l = 0; l < stop; ++l) go_on(block.lane + l, out + l, lanes);
+  }
+
+  // `out`: of the lane, elements `stride` apart.
+  void go_on(int32_t lane, float* out, int32_t stride) {
+    const float* values = handed_state(*call_, *item_, part_of(lane), q_head(lane), now_.top[lane], now_.sum[lane]);
+    for (int32_t d = 0; values != nullptr && d < call_->dim; ++d) out[d * stride] = values[d];
   }
 
   void clear(const Block& block) {
@@ -156,9 +167,8 @@ class WideItem {
   void set_lane(int32_t lane) {
     slope_[lane] = position_[lane] = 0.0f;
     if (call_->alibi_slopes == nullptr || lane >= num_lanes()) return;
-    const int32_t row = call_->work.rows[item_->rows_at + lane / call_->group];
-    slope_[lane] = call_->alibi_slopes[head_ * call_->group + lane % call_->group];
-    position_[lane] = static_cast<float>(call_->work.row_position[row]);
+    slope_[lane] = call_->alibi_slopes[q_head(lane)];
+    position_[lane] = static_cast<float>(call_->work.row_position[call_->work.rows[part_of(lane)]]);
   }
 
   void begin_piece() {
@@ -329,9 +339,7 @@ class WideItem {
   }
 
   void finish_lane(int32_t lane, const float* values) {
-    const int32_t part = item_->rows_at + lane / call_->group;
-    const int32_t head = head_ * call_->group + lane % call_->group;
-    store_partial<T>(*call_, part, head, {values, now_.top[lane], now_.sum[lane]});
+    store_partial<T>(*call_, part_of(lane), q_head(lane), {values, now_.top[lane], now_.sum[lane]});
   }
 
   const AttentionCall* call_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ from onestem.ops.work.lists import (
 from tests.ops.test_grid import Pages, Run, chunk_of, texts_of, together
 
 SEEDS = range(12)
+
+# `Hand` in csrc/attention.h
+LEAVES, GOES_ON = 1, 2
 
 
 def random_plan(seed: int) -> AttentionPlan:
@@ -72,6 +76,42 @@ def pieces_of(plan: AttentionPlan, entries: np.ndarray) -> tuple[tuple[int, ...]
     return tuple(found)
 
 
+def whole_items(
+    plan: AttentionPlan, items: list[dict[str, Any]]
+) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """A CPU's items by rows and pieces; those that go on from states, with what led to these."""
+    handed: dict[int, list[tuple[int, ...]]] = {}
+    found = []
+    for item in items:
+        rows = tuple(item["rows"])
+        pieces = [(run, lo, hi, end, step) for run, lo, hi, _, end, step in item["pieces"]]
+        if item["hand"] == LEAVES:
+            assert len(rows) > 1
+            handed |= dict.fromkeys(rows, pieces)
+            continue
+        if item["hand"] == GOES_ON:
+            before = seen_of(plan, rows[0], handed.get(rows[0], []))
+            if before and before[-1][0] == pieces[0][0]:
+                _, begin, middle, *_ = before.pop()
+                assert middle == pieces[0][1]
+                pieces[0] = (pieces[0][0], begin, *pieces[0][2:])
+            pieces = before + pieces
+        found.append((rows, tuple(pieces)))
+    return found
+
+
+def seen_of(
+    plan: AttentionPlan, row: int, pieces: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """What of pieces is in a row's window."""
+    oldest = 0 if plan.window is None else int(plan.row_position[row]) - plan.window + 1
+    cut = [
+        (run, max(lo, oldest - int(plan.run_position[run])), hi, *more)
+        for run, lo, hi, *more in pieces
+    ]
+    return [piece for piece in cut if piece[1] < piece[2]]
+
+
 @pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -80,10 +120,7 @@ def test_items_are_those_of_a_cpu(seed: int, share: bool) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     theirs = CpuAttention(deterministic=True).prepare(plan, share=share)
-    want = sorted(
-        (tuple(item["rows"]), tuple((p[0], p[1], p[2], p[4], p[5]) for p in item["pieces"]))
-        for item in theirs.describe(torch.float32, 1, 1, 8)
-    )
+    want = sorted(whole_items(plan, theirs.describe(torch.float32, 1, 1, 8)))
     torch.set_num_threads(threads)
     items = walked(made(plan, share=share))
     assert sorted((tuple(rows.tolist()), pieces_of(plan, each)) for rows, _, each in items) == want

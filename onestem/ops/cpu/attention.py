@@ -137,7 +137,7 @@ class PreparedCpu:
         items = self._native.describe(
             DTYPES[dtype], num_q_heads, num_kv_heads, head_dim, torch.get_num_threads()
         )
-        names = ("wide", "rows", "kv_head", "num_kv_heads", "pieces", "nanoseconds")
+        names = ("wide", "rows", "kv_head", "num_kv_heads", "pieces", "nanoseconds", "hand")
         return [dict(zip(names, item, strict=True)) for item in items]
 
     def _check(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
