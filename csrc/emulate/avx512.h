@@ -73,6 +73,13 @@ inline void _mm512_storeu_si512(void* p, __m512i x) { __builtin_memcpy(p, &x, si
 
 inline __m512 _mm512_castsi512_ps(__m512i x) { return emulated::floats(x); }
 inline __m512i _mm512_castps_si512(__m512 x) { return emulated::integers(x); }
+inline __m512 _mm512_castps128_ps512(__m128 x) {
+  return emulated::whole(_mm256_castps128_ps256(x), _mm256_setzero_ps());
+}
+inline __m512 _mm512_insertf32x4(__m512 x, __m128 part, int place) {
+  __builtin_memcpy(reinterpret_cast<char*>(&x) + place * sizeof part, &part, sizeof part);
+  return x;
+}
 inline __m256 _mm512_castps512_ps256(__m512 x) { return emulated::halves(x).low; }
 inline __m256 _mm512_extractf32x8_ps(__m512 x, int half) {
   return half & 1 ? emulated::halves(x).high : emulated::halves(x).low;

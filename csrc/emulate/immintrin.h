@@ -16,6 +16,7 @@
 #undef _mm512_cmplt_epi32_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x8_ps
+#undef _mm512_insertf32x4
 #undef _mm512_reduce_ps
 #undef _mm512_scalef_ps
 #undef _mm512_shuffle_i32x4

@@ -40,8 +40,6 @@ class FewItem {
     words_ = Products::query_rows(dim);
     width_ = round_up(dim, kWidth);
     queries_ = scratch.take<Element>(kMost * words_);
-    rows_ = scratch.take<Element>(int64_t{9} * words_);
-    keys_ = scratch.take<Element>(int64_t{kKeys} * words_);
     scores_ = scratch.take<float>(kMost * kKeys);
     weights_ = scratch.take<Element>(kMost * kSteps);
     now_ = Sums(scratch, kMost, width_);
@@ -62,8 +60,9 @@ class FewItem {
     for (int32_t lane = 0; lane < lanes_; ++lane) go_on(lane);
     walk_tiles(*call_, *item_, kKeys, tiles_, bounds_, *this);
     for (int32_t lane = 0; lane < lanes_; ++lane) {
-      store_partial<T>(*call_, row_of(lane), q_head(lane),
-                       {now_.out + lane * width_, now_.top[lane], now_.sum[lane]});
+      float* out = now_.out + lane * width_;
+      for_pairs(call_->dim, [&](int32_t d) { in_order<T>(out + d); });
+      store_partial<T>(*call_, row_of(lane), q_head(lane), {out, now_.top[lane], now_.sum[lane]});
     }
   }
 
@@ -72,7 +71,10 @@ class FewItem {
 
   void go_on(int32_t lane) {
     const float* values = handed_state(*call_, *item_, row_of(lane), q_head(lane), now_.top[lane], now_.sum[lane]);
-    for (int32_t d = 0; values != nullptr && d < call_->dim; ++d) now_.out[lane * width_ + d] = values[d];
+    if (values == nullptr) return;
+    float* out = now_.out + lane * width_;
+    __builtin_memcpy(out, values, static_cast<size_t>(call_->dim) * sizeof(float));
+    for_pairs(call_->dim, [&](int32_t d) { out_of_order<T>(out + d); });
   }
 
   void clear() {
@@ -108,15 +110,11 @@ class FewItem {
   void attend_tile(Tile& tile, const Tile* next) {
     const int32_t count = round_up(tile.count, larger(kLanes, Products::kKeyStep));
     for (int32_t i = tile.count; i < count; ++i) tile.offsets[i] = tile.offsets[tile.count - 1];
-    pack_keys(tile, count);
     Fetch fetch;
     if (next != nullptr) {
-      fetch = Fetch(*next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), lanes_ * 2);
+      fetch = Fetch(*next, k_, v_, sizeof(T), int64_t{call_->dim} * sizeof(T), lanes_ + lanes_ / 2);
     }
-    for (int32_t lane = 0; lane < lanes_; lane += 2) {
-      lane + 1 < lanes_ ? score<2>(lane, count) : score<1>(lane, count);
-      fetch();
-    }
+    score(tile, count);
     float rescale[kMost];
     for (int32_t lane = 0; lane < lanes_; ++lane) {
       if (special_) adjust(tile, lane, count);
@@ -131,28 +129,39 @@ class FewItem {
     }
   }
 
-  // Keys [tile / kWidth][words of a head][kWidth].
-  void pack_keys(const Tile& tile, int32_t count) {
-    const int32_t words = call_->dim / Products::kPack;
-    for (int32_t k = 0; k < count; k += 8) {
-      float* to = reinterpret_cast<float*>(keys_ + int64_t{k / kWidth} * kWidth * words_) + k % kWidth;
-      int64_t stride = words;
-      const Element* eight = Products::eight_keys(k_, tile.offsets + k, call_->dim, rows_, stride);
-      for (int32_t w = 0; w < words; w += 8) {
-        transpose8(reinterpret_cast<const float*>(eight) + w, stride, to + int64_t{w} * kWidth, kWidth);
-      }
+  // Scores of all lanes.
+  template <int LANES = 1>
+  void score(const Tile& tile, int32_t count) {
+    if constexpr (LANES < kMost) {
+      if (LANES < lanes_) return score<LANES + 1>(tile, count);
     }
+    constexpr int kSums = LANES <= 2 ? kVecs : LANES <= 4 ? 2 : 1;
+    int32_t k = 0;
+    for (; k + kSums * kLanes <= count; k += kSums * kLanes) score_at<LANES, kSums>(tile, k);
+    for (; k < count; k += kLanes) score_at<LANES, 1>(tile, k);
   }
 
-  template <int LANES>
-  void score(int32_t lane, int32_t count) {
-    const int32_t words = call_->dim / Products::kPack;
-    for (int32_t k = 0; k < count; k += kWidth) {
-      vf sums[LANES][kVecs] = {};
-      product<Multiply>(queries_ + lane * words_, words_, 1, keys_ + int64_t{k} * words_, words, sums);
-      for (int l = 0; l < LANES; ++l) {
-        for (int v = 0; v < kVecs; ++v) store(scores_of(lane + l) + k + v * kLanes, sums[l][v]);
+  // Of keys k to k + VECS * kLanes - 1, whose words are turned: a vector holds one of each.
+  template <int LANES, int VECS>
+  void score_at(const Tile& tile, int32_t k) {
+    vf sums[LANES][VECS] = {};
+    for (int32_t w = 0; w < call_->dim / Products::kPack; w += 4) {
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; ++v) {
+        vf keys[4];
+        const int64_t* offsets = tile.offsets + k + v * kLanes;
+        transpose4([&](int i) { return Products::four_words(k_ + offsets[i], w); }, keys);
+#pragma GCC unroll 8
+        for (int l = 0; l < LANES; ++l) {
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) {
+            sums[l][v] = Multiply::add(queries_[l * words_ + w + j], keys[j], sums[l][v]);
+          }
+        }
       }
+    }
+    for (int l = 0; l < LANES; ++l) {
+      for (int v = 0; v < VECS; ++v) store(scores_of(l) + k + v * kLanes, sums[l][v]);
     }
   }
 
@@ -211,12 +220,16 @@ class FewItem {
     for (; d + kWidth <= call_->dim; d += kWidth) {
       accumulate_at<LANES, kVecs>(tile, lane, count, rescale, d, kLanes);
     }
+    for (; d + 2 * kLanes <= call_->dim; d += 2 * kLanes) {
+      accumulate_at<LANES, 2>(tile, lane, count, rescale, d, kLanes);
+    }
     for (; d < call_->dim; d += kLanes) {
       accumulate_at<LANES, 1>(tile, lane, count, rescale, d, smaller(kLanes, call_->dim - d));
     }
   }
 
-  // Elements d to d + VECS * kLanes - 1 of a head; of the last vector the first n.
+  // Elements d to d + VECS * kLanes - 1 of a head, pairs of vectors in the order of `load_pair`; of a
+  // single one the first n.
   template <int LANES, int VECS>
   void accumulate_at(const Tile& tile, int32_t lane, int32_t count, const float* rescale, int32_t d,
                      int32_t n) {
@@ -224,8 +237,9 @@ class FewItem {
     vf sums[LANES][VECS] = {};
     for (int32_t k = 0; k < count; k += Products::kPack, ++weights) {
       vf values[VECS];
-      for (int v = 0; v < VECS; ++v) {
-        values[v] = Products::values(v_ + d + v * kLanes, tile.offsets + k, n);
+      if constexpr (VECS == 1) values[0] = Products::values(v_ + d, tile.offsets + k, n);
+      for (int v = 0; v + 1 < VECS; v += 2) {
+        Products::value_pair(v_ + d + v * kLanes, tile.offsets + k, values[v], values[v + 1]);
       }
       for (int l = 0; l < LANES; ++l) {
         for (int v = 0; v < VECS; ++v) {
@@ -244,7 +258,7 @@ class FewItem {
   const AttentionCall* call_;
   const Item* item_;
   const T *k_, *v_;
-  Element *queries_, *rows_, *keys_, *weights_;
+  Element *queries_, *weights_;
   float* scores_;
   Sums now_, before_;  // of the segment, and of those before it
   Tile* tiles_;

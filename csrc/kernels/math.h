@@ -78,6 +78,24 @@ inline void in_order<bf16>(float* p) {
   __builtin_memcpy(p, pair, sizeof pair);
 }
 
+// And the other way round.
+template <class T>
+inline void out_of_order(float*) {}
+template <>
+inline void out_of_order<bf16>(float* p) {
+  float pair[2 * kLanes];
+  for (int32_t i = 0; i < kLanes; ++i) {
+    pair[i] = p[2 * i];
+    pair[kLanes + i] = p[2 * i + 1];
+  }
+  __builtin_memcpy(p, pair, sizeof pair);
+}
+// visit(d) for each pair of vectors of a head that begins at element d.
+template <class Visit>
+inline void for_pairs(int32_t dim, Visit visit) {
+  for (int32_t d = 0; d + 2 * kLanes <= dim; d += 2 * kLanes) visit(d);
+}
+
 // n < kLanes elements; the other lanes are 0.
 template <class T>
 inline vf load_some(const T* p, int32_t n) {

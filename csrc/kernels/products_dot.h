@@ -33,16 +33,16 @@ struct DotProducts : LaneProducts<MultiplyPairs, uint32_t, 2> {
     }
   }
 
-  // Eight keys, and how far apart they are, in words: where they are, or copied.
-  static const uint32_t* eight_keys(const bf16* pages, const int64_t* offsets, int32_t dim,
-                                    uint32_t* to, int64_t& stride) {
-    if (dim % 16 == 0 && are_even(offsets, stride) && stride % 2 == 0 && offsets[0] % 2 == 0) {
-      stride /= 2;
-      return reinterpret_cast<const uint32_t*>(pages + offsets[0]);
-    }
-    stride = dim / 2;
-    pack_keys(pages, offsets, 8, dim, to);
-    return to;
+  // Four words of a key from word w on.
+  static v4 four_words(const bf16* key, int32_t w) {
+    return load4(reinterpret_cast<const float*>(key) + w);
+  }
+  // 2 * kLanes elements of two keys' values, as pairs: those at even and at odd places.
+  static void value_pair(const bf16* pages, const int64_t* offsets, vf& even, vf& odd) {
+    const vi a = _mm512_loadu_si512(pages + offsets[0]), b = _mm512_loadu_si512(pages + offsets[1]);
+    // x | (y & mask)
+    even = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_slli_epi32(b, 16), a, all(0xffff), 0xf8));
+    odd = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, all(~0xffff), 0xf8));
   }
   // n elements of two keys' values, as pairs.
   static vf values(const bf16* pages, const int64_t* offsets, int32_t n) {

@@ -114,15 +114,6 @@ struct LaneProducts {
   static constexpr int rows(int vecs) { return vecs == 1 ? larger(kTileRows, 8) : kTileRows; }
 };
 
-// Whether eight tokens are equally far apart, and how far.
-inline bool are_even(const int64_t* offsets, int64_t& stride) {
-  stride = offsets[1] - offsets[0];
-  for (int i = 2; i < 8; ++i) {
-    if (offsets[i] - offsets[i - 1] != stride) return false;
-  }
-  return true;
-}
-
 template <class T>
 struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
   static void pack_query(const T* q, int32_t dim, float* to) {
@@ -144,15 +135,11 @@ struct FloatProducts : LaneProducts<MultiplyFloat, float, 1> {
     }
   }
 
-  // Eight keys, and how far apart they are: where they are, or copied.
-  static const float* eight_keys(const T* pages, const int64_t* offsets, int32_t dim, float* to,
-                                 int64_t& stride) {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      if (are_even(offsets, stride)) return pages + offsets[0];
-    }
-    stride = dim;
-    pack_keys(pages, offsets, 8, dim, to);
-    return to;
+  // Four words of a key from word w on.
+  static v4 four_words(const T* key, int32_t w) { return load4(key + w); }
+  // 2 * kLanes elements of a key's values, in the order of `load_pair`.
+  static void value_pair(const T* pages, const int64_t* offsets, vf& low, vf& high) {
+    load_pair(pages + offsets[0], low, high);
   }
   // n elements of a key's values.
   static vf values(const T* pages, const int64_t* offsets, int32_t n) {

@@ -9,12 +9,6 @@ namespace onestem::ONESTEM_ISA {
 constexpr int kDotHeads = kThinSums == 8 ? 2 : 4;
 constexpr int kSumHeads = 4;
 
-// visit(d) for each pair of vectors of a head that begins at element d.
-template <class Visit>
-inline void for_pairs(int32_t dim, Visit visit) {
-  for (int32_t d = 0; d + 2 * kLanes <= dim; d += 2 * kLanes) visit(d);
-}
-
 template <class T>
 class ThinItem {
  public:

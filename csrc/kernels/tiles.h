@@ -157,39 +157,37 @@ void walk_tiles(const AttentionCall& call, const Item& item, int32_t size, Tile*
   if (folded) walker.fold_segment();
 }
 
-// Asks for a tile's keys and values of one head ahead of their use, a few cache lines at each call:
-// a processor keeps some ten or twenty such requests and stops where there are more.
+// Asks for a tile's keys and values of one head ahead of their use, a few tokens at each call: a
+// processor keeps some ten or twenty such requests and stops where there are more.
 class Fetch {
  public:
   Fetch() = default;
   // `calls`: how often it will be called.
   Fetch(const Tile& tile, const void* k, const void* v, int64_t element_bytes, int64_t row_bytes,
         int32_t calls)
-      : tile_(&tile),
+      : next_(tile.offsets),
         k_(static_cast<const char*>(k)),
         v_(static_cast<const char*>(v)),
         element_bytes_(element_bytes),
-        lines_(static_cast<int32_t>((row_bytes + 63) / 64)),
-        each_((tile.count * lines_ + calls - 1) / calls),
-        left_(tile.count * lines_) {}
+        row_bytes_(row_bytes),
+        each_((tile.count + calls - 1) / calls),
+        left_(tile.count) {}
 
   void operator()() {
     for (int32_t i = smaller(each_, left_); i > 0; --i, --left_) {
-      const int64_t at = tile_->offsets[token_] * element_bytes_ + int64_t{line_} * 64;
-      __builtin_prefetch(k_ + at, 0, 2);
-      __builtin_prefetch(v_ + at, 0, 2);
-      if (++line_ == lines_) {
-        line_ = 0;
-        ++token_;
+      const int64_t at = *next_++ * element_bytes_;
+      for (int64_t byte = at; byte < at + row_bytes_; byte += 64) {
+        __builtin_prefetch(k_ + byte, 0, 2);
+        __builtin_prefetch(v_ + byte, 0, 2);
       }
     }
   }
 
  private:
-  const Tile* tile_ = nullptr;
+  const int64_t* next_ = nullptr;
   const char *k_ = nullptr, *v_ = nullptr;
-  int64_t element_bytes_ = 0;
-  int32_t lines_ = 0, each_ = 0, left_ = 0, token_ = 0, line_ = 0;
+  int64_t element_bytes_ = 0, row_bytes_ = 0;
+  int32_t each_ = 0, left_ = 0;
 };
 
 }  // namespace onestem::ONESTEM_ISA

@@ -26,6 +26,19 @@ inline vf load(const float* p) { return load8(p); }
 inline vf load(const bf16* p) { return load8(p); }
 inline vf load(const f16* p) { return load8(p); }
 
+// to[j] lane i = element j of four(i).
+template <class Four>
+__attribute__((always_inline)) inline void transpose4(Four four, vf (&to)[4]) {
+  vf rows[4];  // i: of i and i + 4
+  for (int i = 0; i < 4; ++i) rows[i] = _mm256_set_m128(four(i + 4), four(i));
+  const vf a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpacklo_ps(rows[2], rows[3]);
+  const vf c = _mm256_unpackhi_ps(rows[0], rows[1]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+  to[0] = _mm256_shuffle_ps(a, b, 0x44);
+  to[1] = _mm256_shuffle_ps(a, b, 0xee);
+  to[2] = _mm256_shuffle_ps(c, d, 0x44);
+  to[3] = _mm256_shuffle_ps(c, d, 0xee);
+}
+
 // Sixteen elements as two vectors, in whatever order is cheapest for the type (`in_order` restores
 // that of memory): of bf16, those at even and at odd places.
 template <class T>

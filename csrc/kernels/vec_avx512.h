@@ -30,6 +30,25 @@ inline vf load(const f16* p) {
 }
 inline vi load(const int32_t* p) { return _mm512_loadu_si512(p); }
 
+// to[j] lane i = element j of four(i).
+template <class Four>
+__attribute__((always_inline)) inline void transpose4(Four four, vf (&to)[4]) {
+  vi rows[4];  // i: of i, i + 4, i + 8 and i + 12
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512 row = _mm512_castps128_ps512(four(i));
+    row = _mm512_insertf32x4(row, four(i + 4), 1);
+    row = _mm512_insertf32x4(row, four(i + 8), 2);
+    rows[i] = _mm512_castps_si512(_mm512_insertf32x4(row, four(i + 12), 3));
+  }
+  const vi a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const vi c = _mm512_unpackhi_epi32(rows[0], rows[1]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  to[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi64(a, b));
+  to[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi64(a, b));
+  to[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi64(c, d));
+  to[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi64(c, d));
+}
+
 // 32 elements as two vectors (see vec_avx2.h).
 template <class T>
 inline void load_pair(const T* p, vf& low, vf& high) {

@@ -68,6 +68,23 @@ inline vi load(const int32_t* p) {
   __builtin_memcpy(&x, p, sizeof x);
   return x;
 }
+struct v4 {
+  float of[4];
+};
+template <class T>
+inline v4 load4(const T* p) {
+  return {{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}};
+}
+inline v4 load4(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+
+// to[j] lane i = element j of four(i).
+template <class Four>
+inline void transpose4(Four four, vf (&to)[4]) {
+  for (int i = 0; i < kLanes; ++i) {
+    const v4 words = four(i);
+    for (int j = 0; j < 4; ++j) to[j][i] = words.of[j];
+  }
+}
 // Two vectors of neighbouring elements (see vec_avx2.h).
 template <class T>
 inline void load_pair(const T* p, vf& low, vf& high) {

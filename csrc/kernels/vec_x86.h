@@ -27,6 +27,16 @@ inline __m256 load8(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+using v4 = __m128;
+inline v4 load4(const float* p) { return _mm_loadu_ps(p); }
+inline v4 load4(const bf16* p) {
+  const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(bits), 16));
+}
+inline v4 load4(const f16* p) {
+  return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
 template <class T>
 inline void convert8(const T* from, float* to) {
   _mm256_storeu_ps(to, load8(from));
