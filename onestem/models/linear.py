@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.errors import UnsupportedError
+from onestem.models import by_row
 from onestem.models.by_row import ALIGNED, in_parts, made_up, numbers_alike
 from onestem.ops.rounding import RoundedRows
 from onestem.threads import ram_bytes
@@ -454,7 +455,9 @@ def numbers_of(
     added = None
     if biased:
         added = bias if layout is Layout.PLAIN else _packed_bias(bias, layout)
-    numbers = numbers_alike(lambda x: product._whole(x, added), row)
+    large = shape[0] * shape[1] >= by_row.LARGE or _is_amx_product(layout, dtype)
+    most = by_row.PIECE if large else by_row.LADDER[-1]
+    numbers = numbers_alike(lambda x: product._whole(x, added), row, most)
     if len(numbers) > 1:
         return numbers
     raise UnsupportedError(

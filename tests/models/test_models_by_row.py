@@ -107,9 +107,9 @@ def rest_in_halves(x: Tensor, weight: Tensor) -> Tensor:
 )
 def test_the_trial_finds_sums_of_another_order(dtype, multiply, expected):
     row, weight, _ = made_up(33, 48, dtype)
-    found = numbers_alike(lambda x: multiply(x, weight), row)
+    found = numbers_alike(lambda x: multiply(x, weight), row, LADDER[-1])
     assert found == expected
-    assert found == numbers_alike(lambda x: multiply(x, weight), row)
+    assert found == numbers_alike(lambda x: multiply(x, weight), row, LADDER[-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +132,7 @@ def test_nearly_every_output_shows_the_order(dtype):
         (9, LADDER, [(9, 16)]),
         (100, LADDER, [(64, 64), (36, 40)]),
         (120, LADDER, [(120, 128)]),
-        (600, LADDER, [(256, 256), (256, 256), (64, 64), (24, 24)]),
+        (600, LADDER, [(512, 512), (64, 64), (24, 24)]),
         (7, (1, 2, 3), [(3, 3), (3, 3), (1, 1)]),
         (3, (128, 256), [(3, 128)]),
         (0, LADDER, []),
