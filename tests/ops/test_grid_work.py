@@ -100,9 +100,7 @@ def whole_items(
     return found
 
 
-def seen_of(
-    plan: AttentionPlan, row: int, pieces: list[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
+def seen_of(plan: AttentionPlan, row: int, pieces: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """What of pieces is in a row's window."""
     oldest = 0 if plan.window is None else int(plan.row_position[row]) - plan.window + 1
     cut = [
@@ -125,6 +123,24 @@ def test_items_are_those_of_a_cpu(seed: int, share: bool) -> None:
     items = walked(made(plan, share=share))
     assert sorted((tuple(rows.tolist()), pieces_of(plan, each)) for rows, _, each in items) == want
     assert max(len(rows) for rows, _ in want) > 1 or not share
+
+
+@pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+def test_where_rows_part_one_item_of_a_cpu_walks_what_they_share() -> None:
+    """Segments end at 768 and 1024, tiles each 64 positions: of 1,000 each row reads 40."""
+    builder = PlanBuilder(16)
+    shared = builder.add_run(np.arange(63, dtype=np.int32), 0, 1000, 0)
+    builder.add_span(0, 3, shared, 1000)
+    for row in range(3):
+        own = builder.add_run(np.array([63 + row], np.int32), 0, 5, 1000)
+        builder.add_span(row, 1, own, 5)
+    plan = builder.build(np.full(3, 1004))
+    items = CpuAttention(deterministic=True).prepare(plan).describe(torch.float32, 1, 1, 8)
+    walks = [(item["hand"], item["rows"], [p[:3] for p in item["pieces"]]) for item in items]
+    assert walks[0] == (LEAVES, [0, 1, 2], [(shared, 768, 960)])
+    assert walks[1:-3] == [(0, [0, 1, 2], [(shared, 0, 768)])]
+    own = [(GOES_ON, [row], [(shared, 960, 1000), (row + 1, 0, 5)]) for row in range(3)]
+    assert sorted(walks[-3:], key=lambda walk: walk[1]) == own
 
 
 @pytest.mark.parametrize("hands", [1, 8, 4000])
