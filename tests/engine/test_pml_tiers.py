@@ -352,16 +352,16 @@ def test_a_folder_without_rights_is_a_miss(tmp_path):
 def test_a_full_folder_keeps_its_bound_without_a_look_at_each_write(tmp_path, monkeypatch):
     """Stores write in turns: what one has not seen of the others fits as well."""
     rows, listings = torch.zeros(16, 16), []
-    budget = 2048 * rows.nbytes
+    budget = 1024 * rows.nbytes
     stores = [DiskStore(tmp_path, budget, "m") for _ in range(16)]
     listed = DiskStore.files
     monkeypatch.setattr(DiskStore, "files", lambda self: listings.append(1) or listed(self))
-    for i in range(3000):
+    for i in range(1500):
         assert stores[i % 16].put(f"{i:032x}", rows, IDS)
         if i % 16 == 0:
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= budget + rows.nbytes
-    assert len(listings) < 1500
-    assert f"{2999:032x}" in stores[0]
+    assert len(listings) < 750
+    assert f"{1499:032x}" in stores[0]
 
 
 def test_without_sharing_there_are_no_tiers(tiny):

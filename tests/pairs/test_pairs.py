@@ -142,7 +142,8 @@ def test_whatever_the_engine_is_asked(llm, requests, alone, asked):
 
 
 def test_with_modules(llm):
-    """The same in prompts of modules, which are computed once for all of them."""
+    """The same in prompts of modules, which are computed once for all of them; a third of the pairs
+    are answered alone too."""
     llm.add_schema('<schema name="s"><module name="a">Ada is 36.</module> And: </schema>')
     good = []
     for number, names in enumerate(PAIRS):
@@ -156,10 +157,10 @@ def test_with_modules(llm):
             good.append(request)
     assert len(good) > 0.8 * len(PAIRS)
     alone = {}
-    for request in good:
+    for request in good[::3]:
         (alone[request.request_id],) = llm.engine.run([request])
     together = run_all(llm, good)
-    assert {n: shown(o) for n, o in together.items()} == {n: shown(o) for n, o in alone.items()}
+    assert {n: shown(together[n]) for n in alone} == {n: shown(o) for n, o in alone.items()}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

@@ -12,6 +12,7 @@ import typer
 
 from onestem.cli import options
 from onestem.options import EngineOptions
+from onestem.threads import ram_bytes
 from onestem_lab.cli.given import refuse_given
 
 __all__ = ["pml"]
@@ -99,12 +100,12 @@ def pml(
             seed=seed,
         )
         with tempfile.TemporaryDirectory(prefix="onestem-bench-") as folder:
-            behind: dict[str, Any] = {
+            tiers: dict[str, dict[str, Any]] = {
                 "device": {},
-                "host": {"host_kv": "64GiB"},
+                "host": {"host_kv": ram_bytes() // 2},
                 "disk": {"disk_kv": folder, "disk_kv_size": "256GiB"},
-            }[tier]
-            llm = options.load_llm(engine.replace(**behind))
+            }
+            llm = options.load_llm(engine.replace(**tiers[tier]))
             result = measure_first_token(llm, first, Path(folder))
     _show(result, str(engine.model), as_json)
 

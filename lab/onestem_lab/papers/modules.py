@@ -8,6 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from onestem.threads import ram_bytes
 from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Step
 from onestem_lab.pml import FirstTokenCase, measure_first_token
@@ -50,7 +51,7 @@ class FirstTokens:
             repeat=bench.size(REPEAT),
         )
         ran = {"cached": case.cached, "new": case.new}
-        llm = bench.llm(model, case.cached + case.new + 1, host_kv="64GiB")
+        llm = bench.llm(model, case.cached + case.new + 1, host_kv=ram_bytes() // 2)
         found = measure_first_token(llm, case, None)
         for series, name in SERIES.items():
             if series == "host" and not shares:

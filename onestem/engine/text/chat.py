@@ -125,7 +125,7 @@ class ChatTemplate:
             )
         if "reasoning_effort" in fields and "reasoning_effort" not in self._source:
             raise RequestError(
-                "effort of reasoning: the model's chat template does not know it, leave it out"
+                "reasoning_effort (effort): the chat template does not know it; leave it out"
             )
         return fields
 
