@@ -74,21 +74,22 @@ def computed(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.metrics.num_computed_tokens for output in outputs)
 
 
+def times_as_fast(ours: Sequence[tuple[float, int]], whole: Sequence[tuple[float, int]]) -> float:
+    """The median of turns, by their seconds."""
+    return round(median(its / mine for (mine, _), (its, _) in zip(ours, whole, strict=True)), 3)
+
+
 def first_tokens(llm: LLM, repair: float, turns: int) -> dict[str, Any]:
     """The first token of 5,000 tokens of documents and a question."""
-    params = ONE_TOKEN
     found: dict[float, list[tuple[float, int]]] = {repair: [], 1.0: []}
     for turn in range(turns + 1):
         for share in (repair, 1.0):
             prompts = Prompts(llm, 5, seed=2 * turn + (share == 1.0))
-            if share < 1:  # all are computed with others' prompts, each behind the head
-                for order in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4)):
-                    run(llm, [prompts.request(order, 0.0, params)])
-                order = (0, 3, 1, 4, 2)
-            else:
-                run(llm, [prompts.request((0,), 1.0, params)])
-                order = (0, 3, 1, 4, 2)
-            seconds, outputs = run(llm, [prompts.request(order, share, params)])
+            # Repaired ones are all computed with others' prompts, each behind the head.
+            before = ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4)) if share < 1 else ((0,),)
+            for order in before:
+                run(llm, [prompts.request(order, float(share == 1.0), ONE_TOKEN)])
+            seconds, outputs = run(llm, [prompts.request((0, 3, 1, 4, 2), share, ONE_TOKEN)])
             if turn:
                 found[share].append((seconds, computed(outputs)))
     ours, whole = found[repair], found[1.0]
@@ -97,9 +98,7 @@ def first_tokens(llm: LLM, repair: float, turns: int) -> dict[str, Any]:
         "whole, milliseconds": [round(seconds * 1000, 1) for seconds, _ in whole],
         "tokens computed": ours[0][1],
         "whole, tokens computed": whole[0][1],
-        "times as fast": round(
-            median(its / mine for (mine, _), (its, _) in zip(ours, whole, strict=True)), 3
-        ),
+        "times as fast": times_as_fast(ours, whole),
         "floor, times as fast": round(whole[0][1] / ours[0][1], 3),
     }
 
@@ -127,9 +126,7 @@ def orders(llm: LLM, repair: float, turns: int, size: tuple[int, int, int]) -> d
         "tokens of whole": round(
             median(a / b for (_, a), (_, b) in zip(ours, whole, strict=True)), 4
         ),
-        "times as fast": round(
-            median(its / mine for (mine, _), (its, _) in zip(ours, whole, strict=True)), 3
-        ),
+        "times as fast": times_as_fast(ours, whole),
     }
 
 
