@@ -83,7 +83,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
         check_deterministic(options, config)
-        check_states(options, config, device)
+        check_states(options, config)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -306,15 +306,10 @@ def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
             )
 
 
-def check_states(options: EngineOptions, config: ModelConfig, device: torch.device) -> None:
+def check_states(options: EngineOptions, config: ModelConfig) -> None:
     """Raise `UnsupportedError` for options that recurrent states do not go with."""
     if config.delta is None:
         return
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"device is {device}, and {config.architecture} keeps recurrent states, which are "
-            "computed on CPUs alone yet: use cpu"
-        )
     for name in ("host_kv", "disk_kv"):
         value = getattr(options, name)
         if parse_memory(value) if name == "host_kv" else value is not None:
