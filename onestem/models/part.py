@@ -4,11 +4,11 @@ A rank's part is the description of a smaller model: some of the heads, of the M
 the vocabulary, and everything else whole. Its tensors have the names of the whole model's; each is
 a `Cut` of the tensor there (`TensorSpec.cut`).
 
-Query heads divide evenly. KV heads that are fewer than the ranks are held by several. Columns of
-MLPs and experts divide by units, so that no group that shares a scale is cut; ranks may differ by
-one unit. All ranks have the same number of vocabulary rows; the last may be zeros. Norms, routers,
-learned positions and the use of vectors of tokens are whole on each rank. Biases that are added
-after a sum belong to rank 0.
+Query heads and those of the delta rule divide evenly. KV heads that are fewer than the ranks are
+held by several. Columns of MLPs and experts divide by units, so that no group that shares a scale
+is cut; ranks may differ by one unit. All ranks have the same number of vocabulary rows; the last
+may be zeros. Norms, routers, learned positions and the use of vectors of tokens are whole on each
+rank. Biases that are added after a sum belong to rank 0.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
             intermediate_size=axes.expert_columns.part,
             shared_size=axes.shared_columns.part,
         )
+    delta = config.delta
+    if delta is not None:
+        delta = replace(
+            delta,
+            num_key_heads=axes.even(delta.num_key_heads).part,
+            num_value_heads=axes.even(delta.num_value_heads).part,
+        )
     return replace(
         config,
         vocab_size=axes.vocabulary.part,
@@ -68,6 +75,7 @@ def part_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         positions=positions,
         layer_heads=heads,
         experts=experts,
+        delta=delta,
     )
 
 
@@ -78,8 +86,8 @@ def sizes_of(config: ModelConfig) -> list[int]:
 
 def _indivisible(config: ModelConfig, size: int) -> str | None:
     """The dimension that does not divide over `size` ranks; None: all do."""
-    if config.delta is not None and size > 1:
-        return f"the recurrent state of {config.architecture}"
+    if config.delta is not None and config.delta.num_key_heads % size:
+        return f"linear_num_key_heads ({config.delta.num_key_heads})"
     if config.num_q_heads % size:
         return f"num_attention_heads ({config.num_q_heads})"
     for count in dict.fromkeys(heads.num_kv_heads for heads in config.heads):
@@ -118,9 +126,12 @@ class Axes:
     @property
     def query_heads(self) -> Axis:
         """Query heads of every layer."""
-        count = self.config.num_q_heads // self.ranks.size
-        span = (self.ranks.rank * count, (self.ranks.rank + 1) * count)
-        return self._axis(self.config.num_q_heads, span)
+        return self.even(self.config.num_q_heads)
+
+    def even(self, count: int) -> Axis:
+        """`count` heads, of which all ranks have as many."""
+        part = count // self.ranks.size
+        return self._axis(count, (self.ranks.rank * part, (self.ranks.rank + 1) * part))
 
     def kv_heads(self, count: int) -> Axis:
         """`count` KV heads: the span has those of the rank's query heads."""

@@ -229,19 +229,22 @@ class _Maker:
     def delta_rule(self) -> Iterator[TensorSpec]:
         delta, hidden = self.config.delta, self.hidden
         assert delta is not None
-        heads, values = Axis(delta.num_value_heads), Axis(delta.sizes[2])
+        key_heads, heads = map(self.axes.even, (delta.num_key_heads, delta.num_value_heads))
+        keys, values = key_heads.times(delta.key_dim), heads.times(delta.value_dim)
+        channels = keys.then(keys).then(values)
         columns = {
-            Role.DELTA_QKV: Axis(delta.channels),
+            Role.DELTA_QKV: channels,
             Role.DELTA_Z: values,
             Role.DELTA_B: heads,
             Role.DELTA_A: heads,
-            Role.DELTA_QKVZ: Axis(delta.channels + values.size),
-            Role.DELTA_BA: heads.times(2),
+            # Files have them by key head.
+            Role.DELTA_QKVZ: key_heads.times((channels.size + values.size) // key_heads.size),
+            Role.DELTA_BA: key_heads.times(2 * heads.size // key_heads.size),
         }
         for role, rows in columns.items():
             if role in self.names:
                 yield self.weight(role, rows, hidden)
-        axes = (Axis(delta.channels), Axis(1), Axis(delta.width))
+        axes = (channels, Axis(1), Axis(delta.width))
         name = f"{self.at}{self.names[Role.DELTA_FILTER]}.weight"
         yield self.spec(Role.DELTA_FILTER, Kind.FILTER, *axes, name=name)
         for role in (Role.DELTA_DECAY, Role.DELTA_STEP):

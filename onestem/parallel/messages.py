@@ -17,13 +17,13 @@ import numpy as np
 from torch import Tensor
 
 from onestem.engine.step.inputs import NewPages, StepInputs
-from onestem.ops import AttentionPlan, windowed
+from onestem.ops import AttentionPlan, StateRows, windowed
 from onestem.ops.plan import MOVED_FIELDS, RUN_FIELDS, SPAN_FIELDS
 
 # Tokens that are on the device (-1: no step, but a call), page size (0: an advance), and the
 # lengths of the arrays, in their order.
-HEAD = struct.Struct("=12q")
-CALL = HEAD.pack(-1, *[0] * 11)
+HEAD = struct.Struct("=14q")
+CALL = HEAD.pack(-1, *[0] * 13)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,14 @@ class StepMessage:
 
 def whole(inputs: StepInputs, ids: Tensor | None) -> bytes:
     """The message for a whole step. `ids`: as `Runner.run` takes them."""
-    plan = next(iter(inputs.plans.values()))
+    plan, states = next(iter(inputs.plans.values())), inputs.states
+    rows = [inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows, inputs.score_rows]
+    parts = np.zeros((0, 5), np.int32) if states is None else states.table()
     return _message(
         ids,
         plan.page_size,
-        [inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows, inputs.score_rows],
-        [plan.run_pages, plan.runs, plan.spans, plan.row_position, plan.moved],
+        [*rows, np.array(inputs.copies, np.int64)],
+        [plan.run_pages, plan.runs, plan.spans, plan.row_position, plan.moved, parts],
     )
 
 
@@ -75,7 +77,7 @@ def _message(
 ) -> bytes:
     """Pack arrays. Those of int64 come before those of int32, so that each is aligned."""
     arrays = [*long, *short]
-    sizes = [array.size for array in arrays] + [0] * (10 - len(arrays))
+    sizes = [array.size for array in arrays] + [0] * (12 - len(arrays))
     head = HEAD.pack(0 if ids is None else len(ids), page_size, *sizes)
     return b"".join((head, *(array.tobytes() for array in arrays)))
 
@@ -110,8 +112,10 @@ class Reader:
             self._inputs.token_ids[: len(tokens)] = tokens
             self._inputs.advance(new_pages)
             return StepMessage(self._inputs, new_pages, num_ids)
-        ids, positions, slots, logit_rows, score_rows = (take(n, np.int64) for n in sizes[:5])
-        run_pages, runs, spans, row_position, moved = (take(n, np.int32) for n in sizes[5:])
+        ids, positions, slots, logit_rows, score_rows, copies = (
+            take(n, np.int64) for n in sizes[:6]
+        )
+        run_pages, runs, spans, row_position, moved, parts = (take(n, np.int32) for n in sizes[6:])
         plan = AttentionPlan(
             page_size=page_size,
             run_pages=run_pages,
@@ -122,6 +126,16 @@ class Reader:
         )
         plans = {window: windowed(plan, window) for window in self._windows}
         self._inputs = StepInputs(
-            ids, positions, slots, plans, logit_rows, [], score_rows, [], shared_read_tokens=0
+            ids,
+            positions,
+            slots,
+            plans,
+            logit_rows,
+            [],
+            score_rows,
+            [],
+            shared_read_tokens=0,
+            states=StateRows(*parts.reshape(-1, 5).T) if len(parts) else None,
+            copies=[(taken, given) for taken, given in copies.reshape(-1, 2).tolist()],
         )
         return StepMessage(self._inputs, None, num_ids)

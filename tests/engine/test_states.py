@@ -287,9 +287,9 @@ def test_an_abort_before_forks_gives_their_slots_back(tiny):
 class Traffic:
     """Random requests, all of whose rows are compared with the oracle's."""
 
-    def __init__(self, path, seed, **options):
+    def __init__(self, path, seed, make=make_engine, **options):
         self.path, self.chance = path, random.Random(seed)
-        self.engine = make_engine(path, **options)
+        self.engine = make(path, **options)
         self.rows: list[tuple[object, int, torch.Tensor]] = []
         watch_logits(self.engine, lambda *row: self.rows.append(row))
         self.names = map(str, count())

@@ -19,7 +19,7 @@ from onestem.ops.cpu.extension import chosen_isa
 from onestem.ops.layers import rotated
 from tests.models.tiny import load_oracle
 
-__all__ = ["dense_attend", "log_probabilities", "oracle", "prompt"]
+__all__ = ["dense_attend", "fresh_states", "log_probabilities", "oracle", "prompt"]
 
 
 # (layer, row, key)
@@ -101,7 +101,7 @@ def dense_attend(
 def fresh_states(decoder: Decoder, copies: int, rows: int) -> StatesOf | None:
     """States of whole sequences that stand one behind the other, from their beginning; None: the
     model has none."""
-    rule = decoder.config.delta
+    rule = decoder.part.delta
     if rule is None:
         return None
     each = np.arange(copies, dtype=np.int32)

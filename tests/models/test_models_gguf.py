@@ -69,7 +69,7 @@ def test_every_architecture_is_tried(made, tmp_path):
     assert tried == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon_40b", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "falcon_40b", "gpt_oss", "gpt2", "qwen3_5"])
 def test_a_rank_reads_its_part(made, tmp_path, family):
     file = write_gguf(made(family), tmp_path / "model.gguf")
     config = ModelConfig.from_directory(file)

@@ -4,12 +4,15 @@ every key that the engine's own sees."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from onestem.engine.step.inputs import NewPages, StepInputs
+from onestem.ops import PlanBuilder, StateRows
 from onestem.parallel.lead import LeadRunner
-from onestem.parallel.messages import CallMessage, Reader, StepMessage, call
+from onestem.parallel.messages import HEAD, CallMessage, Reader, StepMessage, advance, call, whole
 from tests.engine.harness import assert_idle
 from tests.engine.symbolic import SymbolicRunner, alone, make_symbolic, request
 from tests.soak import seeds
@@ -116,8 +119,30 @@ def test_a_message_of_decodes_has_their_tokens_and_pages_alone():
     small, large = team.sizes[False], team.sizes[True]
     assert len(small) > len(large)
     # The head, a token for each row; no more than three numbers for each that takes a page.
-    assert max(small) <= 96 + 8 * 8 + 3 * 8 * 8
-    assert min(small) == 96 + 8 * 8
+    assert max(small) <= HEAD.size + 8 * 8 + 3 * 8 * 8
+    assert min(small) == HEAD.size + 8 * 8
+
+
+def test_states_and_their_copies():
+    """Of decodes they go further with each step."""
+    table = np.array([[0, 1, 9, 4, 4], [1, 1, 7, 2, 2], [2, 30, 0, -1, 5]], np.int32)
+    builder, rows = PlanBuilder(4), np.zeros(32, np.int64)
+    plans = {None: builder.build(rows)}
+    inputs = StepInputs(rows, rows, rows, plans, rows[:3], [], rows[:0], [], 0)
+    reader = Reader([None])
+    assert reader.read(whole(inputs, None)).inputs.states is None
+    inputs = replace(inputs, states=StateRows(*table.T), copies=[(5, 3), (5, 0)])
+    found = reader.read(whole(inputs, None)).inputs
+    np.testing.assert_array_equal(found.states.table(), table)
+    assert found.copies == [(5, 3), (5, 0)]
+    found.states.check(32, 6)
+    inputs = replace(inputs, states=StateRows(*table[:2].T.copy()), copies=())
+    reader.read(whole(inputs, None))
+    none = NewPages(*np.zeros((3, 0), np.int64))
+    for further in (1, 2):
+        found = reader.read(advance(inputs, none, None)).inputs
+        assert found.states.position.tolist() == [9 + further, 7 + further]
+        assert not found.copies
 
 
 def test_calls():

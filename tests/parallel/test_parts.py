@@ -34,7 +34,7 @@ from onestem.models.weights import load_decoder
 from onestem.ops.cpu import is_built
 from onestem.shapes import find_shape, shape_names
 from tests.models.changed import changed_model, tensors_of
-from tests.models.dense import dense_attend, prompt
+from tests.models.dense import dense_attend, fresh_states, prompt
 from tests.models.quantised import FORMATS, mxfp4, quantised
 from tests.models.tiny import FAMILIES, make_tiny
 from tests.parallel.gloo import Answer, on_processes
@@ -65,7 +65,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def logits_of(decoder: Decoder) -> Tensor:
     positions = torch.arange(len(IDS))
-    hidden = decoder.forward(IDS, positions, dense_attend(decoder.part, positions))
+    attend = dense_attend(decoder.part, positions)
+    hidden = decoder.forward(IDS, positions, attend, states=fresh_states(decoder, 1, len(IDS)))
     return decoder.logits(hidden)
 
 
@@ -105,24 +106,15 @@ def test_a_rank_s_cuts_are_the_tensors_of_its_part(name: str) -> None:
             assert shapes == Tensors(part_of(config, ranks)).shapes
 
 
-# Layers that keep a state are not divided yet.
-WHOLE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_image")
-
-
-def test_states_are_refused(tiny: Tiny) -> None:
-    config = ModelConfig.from_directory(tiny("qwen3_5"))
-    with pytest.raises(ConfigError, match="the recurrent state of Qwen3_5ForCausalLM does n"):
-        part_of(config, Ranks(0, 2, None))
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WHOLE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
     path = tiny(family)
     whole = load_decoder(path, **FLOAT32)
     expected = logits_of(whole)
     assert whole.part is whole.config
     sizes = [size for size in SIZES if size in sizes_of(whole.config)]
-    assert len(sizes) == 2 or family == "mpt_clip"  # which has six heads
+    # One has six heads, others two key heads of the delta rule.
+    assert len(sizes) == 2 or family == "mpt_clip" or whole.config.delta is not None
     for size in sizes:
         decoders, found = together(path, size)
         check(found, expected)
@@ -131,6 +123,7 @@ def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
             assert decoder.num_parameters == whole.num_parameters
             assert decoder.weight_bytes == weight_bytes(decoder.part, torch.float32, CPU)
             assert decoder.part.num_q_heads * size == whole.config.num_q_heads
+            assert decoder.state_bytes * size == whole.state_bytes
             kv = decoder.kv_bytes_per_token / whole.kv_bytes_per_token
             assert 1 / size <= kv <= 1
             assert kv == 1 / size or min(h.num_kv_heads for h in whole.config.heads) < size
@@ -152,21 +145,26 @@ def test_parts_of_every_family(tiny: Tiny, family: str) -> None:
         ("mixtral", "fp8 in blocks"),
         ("phi3", "packed int4, zero points"),
         ("gemma4", "int8"),
+        ("qwen3_5", "fp8 in blocks"),
+        ("qwen3_5", "gptq, act-order"),
     ],
 )
 def test_parts_of_every_format(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, name: str
 ) -> None:
     """A part of a stored weight is that of the whole's, to the last bit."""
-    path = quantised(tiny(family), tmp_path / "quantised", FORMATS[name])
+    form = FORMATS[name]
+    left_out = (*form.left_out, "conv1d", "in_proj_a", "in_proj_b")
+    path = quantised(tiny(family), tmp_path / "quantised", replace(form, left_out=left_out))
     config = ModelConfig.from_directory(path)
+    sizes = [size for size in SIZES if size in sizes_of(config)]
     source = open_checkpoint(path, Tensors(config), torch.float32, CPU)
     wholes = {
         module: dense(source.weight(spec), torch.float32)
         for module, (_, spec) in source.schemes.items()
     }
     assert len(wholes) >= 8
-    for size in SIZES:
+    for size in sizes:
         kept = 0
         for rank in range(size):
             tensors = Tensors(config, Ranks(rank, size, None))
@@ -179,12 +177,12 @@ def test_parts_of_every_format(
                 kept += not isinstance(weight, Tensor)
         assert kept == size * len(wholes)
     whole_logits = logits_of(load_decoder(path, **FLOAT32))
-    for size in SIZES:
+    for size in sizes:
         check(together(path, size)[1], whole_logits)
     with monkeypatch.context() as patched:  # rows are multiplied as they are
         patched.setattr(products, "is_built", lambda: False)
         exact = logits_of(load_decoder(path, **FLOAT32))
-        for size in SIZES:
+        for size in sizes:
             check(together(path, size)[1], exact)
     off = (whole_logits - exact).abs().max()
     assert (off > 1e-3) == (FORMATS[name].rounds and is_built())
@@ -310,8 +308,12 @@ def test_rounded_rows_of_parts_have_the_bits_of_the_whole(dtype: torch.dtype) ->
     assert all(torch.equal(found, whole) for found in on_ranks(2, one))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "olmo2", "gpt2", "falcon_40b", "mixtral"])
-def test_parts_are_written_again(tiny: Tiny, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(family, 4) for family in ("gpt_oss", "olmo2", "gpt2", "falcon_40b", "mixtral")]
+    + [(family, 2) for family in ("qwen3_5", "qwen3_next")],
+)
+def test_parts_are_written_again(tiny: Tiny, tmp_path: Path, family: str, size: int) -> None:
     other = changed_model(tiny(family), tmp_path / "other")
 
     def one(ranks: Ranks) -> Tensor:
@@ -319,16 +321,18 @@ def test_parts_are_written_again(tiny: Tiny, tmp_path: Path, family: str) -> Non
         write_tensors(decoder, checked_tensors(decoder.config, tensors_of(other).items()))
         return logits_of(decoder)
 
-    check(on_ranks(4, one), logits_of(load_decoder(other, **FLOAT32)))
+    check(on_ranks(size, one), logits_of(load_decoder(other, **FLOAT32)))
 
 
-@pytest.mark.parametrize("family", ["phi", "gpt2", "gemma4_image"])
+@pytest.mark.parametrize("family", ["phi", "gpt2", "gemma4_image", "qwen3_5_image", "qwen3_next"])
 def test_random_weights_and_an_uneven_vocabulary(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """They are the whole's; the last rank has fewer rows of head, bias and tables."""
     fields = json.loads((tiny(family) / "config.json").read_text())
     text = fields.get("text_config", fields)
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         text |= {name: 283} if name in text else {}
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        text |= {name: 2 * text[name]} if name in text else {}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     options = {"random_weights": True, "seed": 3}
     whole = load_decoder(tmp_path, **FLOAT32, **options)
@@ -342,12 +346,14 @@ def test_random_weights_and_an_uneven_vocabulary(tiny: Tiny, tmp_path: Path, fam
         ({"num_attention_heads": 71, "hidden_size": 142}, 2, r"num_attention_heads \(71\).*1 for"),
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, r"heads \(6\).*1, 2, 3, 6, 12"),
         ({"intermediate_size": 3, "num_attention_heads": 4}, 4, r"intermediate_size \(3\).*1, 2 "),
+        ({}, 4, r"linear_num_key_heads \(2\).*1, 2 for"),
     ],
 )
 def test_what_does_not_divide_is_named(
     tiny: Tiny, tmp_path: Path, changes: dict[str, int], size: int, words: str
 ) -> None:
-    fields = json.loads((tiny("yi") / "config.json").read_text()) | {"head_dim": 2} | changes
+    family = "yi" if changes else "qwen3_5"
+    fields = json.loads((tiny(family) / "config.json").read_text()) | {"head_dim": 2} | changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
     options = {**FLOAT32, "random_weights": True}
     with pytest.raises(ConfigError, match=f"{words}.*this model") as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from tests.engine.harness import (
     requests_for,
     shared_prompts,
 )
+from tests.engine.test_states import Traffic
 from tests.parallel.teams import CPU, engine_of, lent_to_llms
 from tests.soak import soaked
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "2MiB", "seed": 3}
-# Windows, experts with sinks, ALiBi, softcaps with two RoPE bases.
-FAMILIES = ["mistral", "gpt_oss", "falcon_rw", "gemma3"]
+# Windows, experts with sinks, ALiBi, softcaps with two RoPE bases, states, states and experts.
+FAMILIES = ["mistral", "gpt_oss", "falcon_rw", "gemma3", "qwen3_5", "qwen3_next"]
 
 
 def check_family(team: Team, family, tiny, expected, **options) -> None:
@@ -86,6 +88,16 @@ def test_memory_for_few(two, tiny):
 
     alone = run(make_engine(tiny("llama"), **options))
     assert run(engine_of(two, tiny("llama"), **options)) == alone
+
+
+@pytest.mark.parametrize("seed", [0, soaked(1), soaked(2)])
+def test_traffic_of_states(two, tiny, seed, monkeypatch):
+    """Forks, snapshots and their copies, evictions and preemptions, on each rank."""
+    monkeypatch.setattr("onestem.engine.schedule.states.FAR_TOKENS", 24)
+    options = {"num_pages": 24, "num_states": 6, "max_step_tokens": 48}
+    traffic = Traffic(tiny("qwen3_5"), seed, partial(engine_of, two), **options)
+    traffic.run(150)
+    assert traffic.engine.cache.states.num_taken > 0
 
 
 @pytest.fixture(scope="module")
