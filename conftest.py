@@ -11,11 +11,14 @@ import gc
 import os
 import signal
 import ssl
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 
 import pytest
 import torch
+
+from onestem.garbage import collecting_less
 
 # A shell's background jobs ignore Ctrl-C from their start, and what they start does too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,15 +29,12 @@ ssl.create_default_context = cache(ssl.create_default_context)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen() -> None:
-    """What is imported stays: `LLM.close`, which collects garbage, need not look through it."""
-    if gc.get_freeze_count() == 0:
+def collecting_seldom() -> Iterator[None]:
+    """What is imported stays: `LLM.close`, which collects garbage, need not look through it, and no
+    call counts it, which takes longer than most calls."""
+    with collecting_less():
+        yield
         gc.collect()
-        gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extensions complain of what is left at the interpreter's end
 
 
 def patch_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import itertools
 import json
 import math
@@ -26,7 +25,6 @@ from onestem.build import kv_identity, largest_decode, pick_device
 from onestem.errors import ConfigError, RequestError
 from onestem.models.find import find_model
 from onestem.options import EngineOptions, Levels, parse_memory
-from onestem.scores import ScoreTree
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -672,40 +670,6 @@ def test_weights_rounded_at_load_are_another_model(model):
         assert answers[1].outputs[0].token_ids == again[0].outputs[0].token_ids
     with pytest.raises(ConfigError, match=r"quantization is 'fp4', expected fp8, int8"):
         LLM(**options, quantization="fp4")
-
-
-def test_a_call_collects_nothing_that_was_there_before(llm, monkeypatch):
-    gc.unfreeze()  # what tests froze
-    before, settings, passes = gc.get_threshold(), [], []
-    planned = []
-
-    def noted(function):
-        def call(*args):
-            planned.append(gc.get_freeze_count() > 1000)
-            return function(*args)
-
-        return call
-
-    monkeypatch.setattr(llm, "plan", noted(llm.plan))
-    monkeypatch.setattr("onestem.llm.ScoreTree", noted(ScoreTree))
-    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=5)
-    for _ in llm.stream([[1, 2, 3]], params):
-        settings.append(gc.get_freeze_count() > 1000)
-    assert settings == [True] * 20
-    planned.clear()
-    gc.set_threshold(20, 2, 2)
-    gc.callbacks.append(lambda phase, info: passes.append(info["generation"]))
-    try:
-        llm.generate([[1, 2, 3, i] for i in range(64)], params, use_tqdm=False)
-        llm.chat([{"role": "user", "content": "hello"}], params, use_tqdm=False)
-        llm.score([[1, 2, 3, i] for i in range(64)], [[[4], [5]]] * 64)
-        assert gc.get_threshold() == (20, 2, 2)
-    finally:
-        gc.callbacks.pop()
-        gc.set_threshold(*before)
-    assert 2 not in passes
-    assert planned == [True] * 3  # before anything is computed
-    assert gc.get_freeze_count() == 0
 
 
 def test_without_a_folder_no_weights_are_hashed(model, monkeypatch):

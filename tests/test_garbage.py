@@ -1,5 +1,5 @@
-"""What is there when a server or a run begins is left alone until it ends; freed memory is used
-again, or leaves a server's process."""
+"""What is there when a server, a run or a call begins is left alone until it ends; freed memory is
+used again, or leaves a server's process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from onestem import LLM, SamplingParams
 from onestem.garbage import OLD_PASSES, PASSES, TrimPace, collecting_less
+from onestem.scores import ScoreTree
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 
-@pytest.fixture(autouse=True)
-def nothing_frozen():
-    gc.unfreeze()
+@pytest.fixture(autouse=True, scope="module")
+def collecting_seldom():
+    """Not here."""
 
 
 def test_what_is_there_is_left_alone_until_the_end():
@@ -58,6 +62,42 @@ def test_what_the_user_froze_or_stopped_stays_so():
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_a_call_collects_nothing_that_was_there_before(tmp_path, monkeypatch):
+    path = make_tiny("llama", tmp_path / "llama")
+    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
+    llm = LLM(path, dtype="float32", kv_memory="8MiB", device="cpu")
+    before, settings, passes = gc.get_threshold(), [], []
+    planned = []
+
+    def noted(function):
+        def call(*args):
+            planned.append(gc.get_freeze_count() > 1000)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(llm, "plan", noted(llm.plan))
+    monkeypatch.setattr("onestem.llm.ScoreTree", noted(ScoreTree))
+    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=5)
+    for _ in llm.stream([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True)):
+        settings.append(gc.get_freeze_count() > 1000)
+    assert settings == [True] * 3
+    planned.clear()
+    gc.set_threshold(20, 2, 2)
+    gc.callbacks.append(lambda phase, info: passes.append(info["generation"]))
+    try:
+        llm.generate([[1, 2, 3, i] for i in range(64)], params, use_tqdm=False)
+        llm.chat([{"role": "user", "content": "hello"}], params, use_tqdm=False)
+        llm.score([[1, 2, 3, i] for i in range(64)], [[[4], [5]]] * 64)
+        assert gc.get_threshold() == (20, 2, 2)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
+    assert 2 not in passes
+    assert planned == [True] * 3  # before anything is computed
+    assert gc.get_freeze_count() == 0
 
 
 BLOCKS = """
