@@ -23,9 +23,9 @@ from onestem.ops.delta import NORM_EPS, DeltaOps, PartRows, check_conv, check_de
 from onestem.ops.state_rows import CHUNK, FEW_ROWS
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 
-_CONV_BLOCK = 256  # channels of a program
-_CONV_ROWS, _CONV_WARPS = (1, 8), (1, 4)  # without chunks, where most parts are one row, and with
-_NORM_HEADS, _GATE_BLOCK = 4, 256
+# Rows and channels of a program, and its warps: without chunks, where most parts are one row; with.
+_CONV = (1, 256, 1), (8, 128, 2)
+_NORM_HEADS, _GATE_BLOCK = (4, 16), 256  # of a program: for few rows, for many
 # Columns of a state in a program, its warps, and registers of a thread. One warp sums without
 # barriers, and more states are read at once where fewer registers hold them.
 _FEW_COLUMNS, _FEW_WARPS, _FEW_REGISTERS = 16, 1, 128
@@ -89,18 +89,27 @@ def _causal_conv(
         begin, stop = tl.maximum(base, first + _FEW), tl.minimum(base + CHUNK, end)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
-    for start in range(begin, stop, ROWS):
+    for start in range(begin, tl.where(is_chunk, stop, begin), ROWS):
         row = start + tl.arange(0, ROWS)
         total = tl.zeros([ROWS, BLOCK], tl.float32)
+        mask = (row < stop)[:, None] & inside[None, :]
+        for tap in tl.static_range(KEEP + 1):
+            w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
+            back = x + (row - KEEP + tap).to(tl.int64)[:, None] * stride + at[None, :]
+            total += tl.load(back, mask=mask, other=0.0).to(tl.float32) * w[None, :]
+        to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
+        tl.store(to, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
+    for start in range(begin, tl.where(is_chunk, begin, stop), ROWS):
+        row = start + tl.arange(0, ROWS)
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        mask = (row < stop)[:, None] & inside[None, :]
         for tap in tl.static_range(KEEP + 1):
             w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
             back = row - KEEP + tap
             value = _inputs(x, states, back, first, end, source, at, inside, stride, channels, KEEP)
             total += value.to(tl.float32) * w[None, :]
-        total = total / (1.0 + tl.exp(-total))
         to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
-        mask = (row < stop)[:, None] & inside[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+        tl.store(to, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
     if (chunk < 0) & (stop > begin):
         i = tl.arange(0, KEPT)
         last = _inputs(
@@ -395,7 +404,8 @@ class TritonDelta(DeltaOps):
                 f"a convolution over {keep + 1} rows, expected at most {FEW_ROWS + 1}"
             )
         if pieces:
-            _causal_conv[(pieces, triton.cdiv(x.shape[1], _CONV_BLOCK))](
+            count, block, warps = _CONV[len(rows.chunks) > 0]
+            _causal_conv[(pieces, triton.cdiv(x.shape[1], block))](
                 x,
                 weight.t().contiguous(),
                 states,
@@ -408,9 +418,9 @@ class TritonDelta(DeltaOps):
                 KEEP=keep,
                 CHUNK=CHUNK,
                 KEPT=triton.next_power_of_2(keep),
-                ROWS=_CONV_ROWS[len(rows.chunks) > 0],
-                BLOCK=_CONV_BLOCK,
-                num_warps=_CONV_WARPS[len(rows.chunks) > 0],
+                ROWS=count,
+                BLOCK=block,
+                num_warps=warps,
                 **dependent_launch(x.device),
             )
         return out
@@ -534,7 +544,8 @@ class TritonDelta(DeltaOps):
         rows, heads, size = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if rows:
-            _gated_norm[(rows, triton.cdiv(heads, _NORM_HEADS))](
+            block = _NORM_HEADS[rows > 1024]
+            _gated_norm[(rows, triton.cdiv(heads, block))](
                 x,
                 z,
                 weight,
@@ -544,7 +555,7 @@ class TritonDelta(DeltaOps):
                 eps,
                 x.stride(0),
                 z.stride(0),
-                HEADS=_NORM_HEADS,
+                HEADS=block,
                 BLOCK=triton.next_power_of_2(size),
                 num_warps=4,
                 **dependent_launch(x.device),
