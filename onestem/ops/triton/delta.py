@@ -89,27 +89,23 @@ def _causal_conv(
         begin, stop = tl.maximum(base, first + _FEW), tl.minimum(base + CHUNK, end)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
-    for start in range(begin, tl.where(is_chunk, stop, begin), ROWS):
-        row = start + tl.arange(0, ROWS)
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
-        mask = (row < stop)[:, None] & inside[None, :]
-        for tap in tl.static_range(KEEP + 1):
-            w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
-            back = x + (row - KEEP + tap).to(tl.int64)[:, None] * stride + at[None, :]
-            total += tl.load(back, mask=mask, other=0.0).to(tl.float32) * w[None, :]
-        to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
-        tl.store(to, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
-    for start in range(begin, tl.where(is_chunk, begin, stop), ROWS):
-        row = start + tl.arange(0, ROWS)
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
-        mask = (row < stop)[:, None] & inside[None, :]
-        for tap in tl.static_range(KEEP + 1):
-            w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
-            back = row - KEEP + tap
-            value = _inputs(x, states, back, first, end, source, at, inside, stride, channels, KEEP)
-            total += value.to(tl.float32) * w[None, :]
-        to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
-        tl.store(to, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
+    for first_rows in tl.static_range(2):
+        for start in range(begin, tl.where(is_chunk != first_rows, stop, begin), ROWS):
+            row = start + tl.arange(0, ROWS)
+            mask = (row < stop)[:, None] & inside[None, :]
+            total = tl.zeros([ROWS, BLOCK], tl.float32)
+            for tap in tl.static_range(KEEP + 1):
+                w = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
+                i = row - KEEP + tap
+                if first_rows:
+                    y = _inputs(
+                        x, states, i, first, end, source, at, inside, stride, channels, KEEP
+                    )
+                else:
+                    y = tl.load(x + i.to(tl.int64)[:, None] * stride + at[None, :], mask, other=0.0)
+                total += y.to(tl.float32) * w[None, :]
+            to = out + row.to(tl.int64)[:, None] * channels + at[None, :]
+            tl.store(to, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=mask)
     if (chunk < 0) & (stop > begin):
         i = tl.arange(0, KEPT)
         last = _inputs(
