@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from onestem.tree import Label, Stretch, cut
+from onestem.tree import Label, Stretch, cut, num_common
 
 PIECE_TOKENS = 512
 """Most tokens of a piece; one ends at each multiple."""
@@ -82,13 +82,20 @@ class Chain:
         root: what keys and values depend on besides the tokens before them.
         tokens: int32 `[n]`.
         stretches: their labels.
+        like: a chain of the same root, whose digests of what both begin with are taken.
     """
 
-    def __init__(self, root: str, tokens: np.ndarray, stretches: Sequence[Stretch]) -> None:
+    def __init__(
+        self, root: str, tokens: np.ndarray, stretches: Sequence[Stretch], like: Self | None = None
+    ) -> None:
         self.tokens = tokens
         self.stretches = stretches
+        self._labels = dict(stretches)
         self._ends = [0]
         self._states = [hashlib.blake2b(root.encode(), digest_size=16)]
+        if like is not None and like.stretches == stretches:
+            same = bisect_right(like._ends, num_common(like.tokens, tokens))
+            self._ends, self._states = like._ends[:same], like._states[:same]
 
     def key(self, end: int) -> str:
         """The digest of the first `end` tokens."""
@@ -96,7 +103,7 @@ class Chain:
         if self._ends[at] < end:
             state = self._states[at].copy()
             for first, stop, label in cut(self.stretches, end, self._ends[at]):
-                if any(first == start for start, _ in self.stretches):
+                if first in self._labels:
                     state.update(_said(label))
                 state.update(np.ascontiguousarray(self.tokens[first:stop], np.int32).tobytes())
             at += 1
@@ -107,7 +114,7 @@ class Chain:
     def parent(self, end: int) -> str:
         """The digest of the first `end` tokens and the next one's label."""
         key = self.key(end)
-        label = next((label for start, label in self.stretches if start == end), None)
+        label = self._labels.get(end)
         if label is None:
             return key
         state = self._states[bisect_right(self._ends, end) - 1].copy()
@@ -186,7 +193,7 @@ class PieceIndex:
         return [
             one
             for one, own in there
-            if own is not None and len(own) < len(tokens) and _common(own, tokens) == len(own) > 0
+            if own is not None and 0 < num_common(own, tokens) == len(own) < len(tokens)
         ]
 
     def find(self, chain: Chain, starts: Sequence[int], end: int) -> list[Found]:
@@ -203,6 +210,8 @@ class PieceIndex:
                 found = list(self._follow(chain, start, end))
             if found and (not best or found[-1].end > best[-1].end):
                 best = found
+            if found and found[-1].end == end:
+                break
         return best
 
     def _follow(self, chain: Chain, at: int, end: int) -> Iterator[Found]:
@@ -220,7 +229,7 @@ class PieceIndex:
         """The piece that goes furthest from a token on: whole, else the beginning of one."""
         for size in sorted({piece.num_tokens for piece in there}, reverse=True):
             if at + size <= end:
-                whole = chain.piece(at, at + size)
+                whole = Piece(next(iter(there)).parent, chain.key(at + size), size)
                 if whole in there:
                     return Found(whole, at, size)
         best: Found | None = None
@@ -229,14 +238,7 @@ class PieceIndex:
             if tokens is None:
                 tokens = self._look(piece)
                 there[piece] = tokens = NO_TOKENS if tokens is None else tokens
-            same = _common(tokens, chain.tokens[at:end])
+            same = num_common(tokens, chain.tokens[at:end])
             if same and (best is None or same > best.num_tokens):
                 best = Found(piece, at, same)
         return best
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading elements agree."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n

@@ -9,6 +9,7 @@ nothing. A run ends where positions jump.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -80,7 +81,7 @@ class PrefixCache:
         if self.enabled:
             node, matched = self.tree.match(tokens, limit, stretches)
         for first, end, label in cut(stretches, len(tokens), matched):
-            node = self._new_run(tokens[first:end].tolist(), node, owner, label)
+            node = self._new_run(array("i", tokens[first:end].tobytes()), node, owner, label)
         self.pin(node)
         return node
 

@@ -13,6 +13,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -212,7 +213,7 @@ def _bits(tensor: Tensor) -> np.ndarray:
 
 class _ByStream:
     """Pieces of a copy. `launch` begins one of them, rows and their index, on a stream and gives
-    the event of its end. The first begins at once."""
+    the event of its end. None begins before it is asked for."""
 
     def __init__(
         self,
@@ -220,33 +221,33 @@ class _ByStream:
         launch: Callable[[Tensor, int], torch.cuda.Event],
         device: torch.device,
     ) -> None:
-        self._left = deque(pieces)
+        self._pieces = iter(pieces)
+        self._next = next(self._pieces, None)
         self._launch = launch
         self._device = device
         self._going: deque[torch.cuda.Event] = deque()
-        self._begin(1)
+        self._most: float = PIECES_AHEAD  # that begin where nothing is on the bus
 
-    def _begin(self, most: int) -> None:
-        while self._left and len(self._going) < most:
-            self._going.append(self._launch(*self._left[0]))
-            self._left.popleft()
+    def _begin(self, most: float) -> None:
+        while self._next is not None and len(self._going) < most:
+            self._going.append(self._launch(*self._next))
+            self._next = next(self._pieces, None)
 
     def done(self) -> bool:
         self._drop_ended()
-        if not self._going:  # steps are long, and what is launched beside them delays none
-            self._begin(len(self._left))
-        return not self._going
+        return self._next is None and not self._going
 
     def go_on(self) -> None:
         self._drop_ended()
-        self._begin(PIECES_AHEAD)
+        self._begin(PIECES_AHEAD if self._going else self._most)
+        self._most = float("inf")  # a step is longer than they take: all begin behind the next one
 
     def _drop_ended(self) -> None:
         while self._going and self._going[0].query():
             self._going.popleft()
 
     def hurry(self) -> None:
-        self._begin(len(self._going) + len(self._left))
+        self._begin(float("inf"))
 
     def wait(self) -> None:
         self.hurry()
@@ -269,11 +270,15 @@ class _GpuCopies:
         self.width = sum(pages[0, 0].numel() for pages in every)
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
-        self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))
         self._bus_rows = max(1, BUS_BYTES // (self.width * self.dtype.itemsize))
-        self._landing, self._leaving = (  # for copies in, and out
-            torch.empty(PIECE_TOKENS, self.width, dtype=self.dtype, device=self._device)
-            for _ in range(2)
+        # Streams and their buffers: for copies in, and two for copies out, so that a page which the
+        # next step needs does not wait until a thousand others are out.
+        (self._in, self._landing), *self._out = (
+            (
+                torch.cuda.Stream(self._device),
+                torch.empty(PIECE_TOKENS, self.width, dtype=self.dtype, device=self._device),
+            )
+            for _ in range(3)
         )
         self._page_size = every[0].shape[1]
         # Pages that are copied out, and the event after which they may be written.
@@ -281,8 +286,8 @@ class _GpuCopies:
         # What copies go to or come from must not be used again before they are done.
         self._busy: deque[tuple[torch.cuda.Event, object]] = deque()
         none = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._rows.gather(none, 0, 1, self._leaving)  # compiled before anybody waits for it
-        self._rows.scatter(none, 0, 1, self._leaving)
+        self._rows.gather(none, 0, 1, self._landing)  # compiled before anybody waits for it
+        self._rows.scatter(none, 0, 1, self._landing)
 
     def host_rows(self, num_tokens: int) -> Tensor:
         shape = num_tokens, self.width
@@ -303,15 +308,16 @@ class _GpuCopies:
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         self._rows.locate()
         every = [self.host_rows(len(slots)) for slots in parts]
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        stream, leaving = next((one for one in self._out if one[0].query()), self._out[-1])
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         read, copied = torch.cuda.Event(), torch.cuda.Event()
-        with torch.cuda.stream(self._out):
+        with torch.cuda.stream(stream):
             slots = self._slots(parts)
             for rows, at in _pieces(every):
-                self._rows.gather(slots, at, len(rows), self._leaving)
-                read.record(self._out)  # in the end, of the last
-                rows.copy_(self._leaving[: len(rows)], non_blocking=True)
-            copied.record(self._out)
+                self._rows.gather(slots, at, len(rows), leaving)
+                read.record(stream)  # in the end, of the last
+                rows.copy_(leaving[: len(rows)], non_blocking=True)
+            copied.record(stream)
         self._unread.append((np.unique(np.concatenate(parts) // self._page_size), read))
         self._keep(copied, every)
         return every, copied.synchronize
@@ -326,27 +332,23 @@ class _GpuCopies:
     @torch.inference_mode()
     def into(self, parts: Sequence[Part]) -> Copied:
         self._rows.locate()
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
-        self._in.wait_stream(self._out)  # what was copied out shortly before
-        with torch.cuda.stream(self._in):
-            slots = self._slots([part.slots for part in parts])
+        for stream in (torch.cuda.current_stream(self._device), *(one for one, _ in self._out)):
+            self._in.wait_stream(stream)  # also for what was copied out shortly before
+        slots = cache(lambda: self._slots([part.slots for part in parts]))
 
         @torch.inference_mode()
         def launch(rows: Tensor, at: int) -> torch.cuda.Event:
             landing = self._landing[: len(rows)]
             with torch.cuda.stream(self._in):
                 # Rows at once would hold up what steps need; a launch for each part, their host.
-                for one, to in zip(
-                    *(x.split(self._bus_rows) for x in (rows, landing)), strict=True
-                ):
-                    to.copy_(one, non_blocking=True)
-                self._rows.scatter(slots, at, len(rows), landing)
-                event = torch.cuda.Event()
-                event.record(self._in)
+                there, here = (x.split(self._bus_rows) for x in (landing, rows))
+                torch._foreach_copy_(there, here, non_blocking=True)
+                self._rows.scatter(slots(), at, len(rows), landing)
+                event = self._in.record_event()
             self._keep(event, parts)
             return event
 
-        return _ByStream(_pieces([part.rows for part in parts]), launch, self._device)
+        return _ByStream(_pieces(part.rows for part in parts), launch, self._device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -354,7 +356,7 @@ class _GpuCopies:
         self._arena.close()
 
 
-def _pieces(every: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+def _pieces(every: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
     """Rows that a buffer holds, and their index in all tensors together."""
     at = 0
     for rows in every:

@@ -42,6 +42,7 @@ LEAST_TOKENS = 64  # fewer are computed about as fast
 READ_SHARE = 2  # of host memory, for what is read for one request
 MOST_LOOKED_AT = 128  # requests whose files are read before their turn
 MANY_PIECES = 1 << 13  # of which the index forgets those that no tier has any more
+MOST_CHAINS = 64  # whose digests are kept: a run is looked up, and leaves in several evictions
 
 
 class _Save(NamedTuple):
@@ -70,6 +71,7 @@ class PrefixTiers:
         self._cache = cache
         self._root = root
         self._index = PieceIndex(self._tokens_of)
+        self._chains: dict[int, Chain] = {}  # by the `uid` of the run that they were made for
         self._evicted: list[_Save] = []
         self._loading: dict[Sequence, _Load] = {}
         self._asked: set[Sequence] = set()  # nothing more is there for these
@@ -99,8 +101,14 @@ class PrefixTiers:
         tokens = None if disk is None else disk.tokens(piece.name, piece.num_tokens)
         return None if tokens is None else tokens.numpy()
 
-    def _chain(self, tokens: np.ndarray, stretches: tuple[Stretch, ...]) -> Chain:
-        return Chain(self._root, tokens, stretches)
+    def _chain(self, tokens: np.ndarray, stretches: tuple[Stretch, ...], path: Seq[Run]) -> Chain:
+        """The chain of tokens (int32 `[n]`, kept) that go down a path."""
+        chains, uids = self._chains, [run.uid for run in path]
+        like = next((chains[uid] for uid in reversed(uids) if uid in chains), None)
+        chain = chains[uids[-1]] = Chain(self._root, tokens, stretches, like)
+        if len(chains) > MOST_CHAINS:
+            del chains[next(iter(chains))]
+        return chain
 
     # What is saved.
 
@@ -132,9 +140,9 @@ class PrefixTiers:
         if storable(stretches, end) < end:
             return []
         tokens = np.concatenate([np.frombuffer(node.tokens, np.int32) for node in path])[:end]
-        chain = self._chain(tokens, stretches)
+        chain = self._chain(tokens, stretches, path)
         start = max(run.start, piece_start(start))
-        saved = self._kept(keeps, chain, [0, *(node.start for node in path)], start, end)
+        saved = self._kept(keeps, chain, [0, *(node.start for node in path), start], start, end)
         return [
             _Save(
                 chain.piece(a, b),
@@ -223,7 +231,7 @@ class PrefixTiers:
         end = storable(stretches, len(tokens) - 1)
         room = 2**62 if stores.host is None else stores.host.budget // READ_SHARE
         wanted = []
-        for one in self._index.find(self._chain(tokens, stretches), starts, end):
+        for one in self._index.find(Chain(self._root, tokens, stretches), starts, end):
             size = one.piece.num_tokens
             room -= size * stores.bytes_per_token
             if one.end > at and room >= 0:
@@ -260,25 +268,24 @@ class PrefixTiers:
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for a copy."""
         load = self._loading.get(sequence)
-        if load is None:
-            return False
-        if not load.copied.done():
-            return True
-        self._end(sequence)
-        return False
+        if load is not None and load.copied.done():
+            self._end(sequence)
+        return sequence in self._loading
 
     def ready(self, sequence: Sequence, at: int) -> list[Found]:
         """Pieces in host memory that go on from a sequence's token `at`, which it would compute
         next. Where there are too few it is not asked again before it is admitted again."""
         if sequence in self._asked or sequence.state.pml is not None:
             return []
+        end = storable(sequence.stretches, sequence.match_limit)
+        if end - at < LEAST_TOKENS:
+            return []
         self.save_evicted()
-        tokens = sequence.ids()
         path = sequence.path(self._cache.tree.num_splits)
         starts = [0, *(run.start for run in path if run.start <= at), at]
-        end = storable(sequence.stretches, sequence.match_limit)
+        chain = self._chain(sequence.ids().copy(), sequence.stretches, path)
         ready = []
-        for one in self._index.find(self._chain(tokens, sequence.stretches), starts, end):
+        for one in self._index.find(chain, starts, end):
             if one.end > at:
                 if not self._stores.is_ready(one.piece.name):
                     break
@@ -292,6 +299,7 @@ class PrefixTiers:
         """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
         not there any more."""
         parts, used = list[Part](), list[tuple[str, int]]()
+        slots = run.slots(at - run.start, end - run.start)
         for one in reversed(found):  # the last goes first
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
@@ -299,8 +307,7 @@ class PrefixTiers:
                 return False
             a, b = max(at, one.start), min(end, one.end)
             if a < b:
-                slots = run.slots(a - run.start, b - run.start)
-                parts.append(Part(kv, a - one.start, slots))
+                parts.append(Part(kv, a - one.start, slots[a - at : b - at]))
                 used.append((one.piece.name, b - a))
         for name, count in used:
             self._stores.note_use(name, count, sequence.state.metrics)
