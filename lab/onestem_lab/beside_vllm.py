@@ -2,7 +2,7 @@
 
     python -m onestem_lab.beside_vllm --model shape:llama3.1-8b --work 'job 40x16 2000/200/100'
         --work 'samples 64x16 512/512' --work 'exam 10x2000' [--quantization fp8] [--repeats 3]
-        [--peer-repeats 2] [--peer-questions 100] [--device cuda] [--out FILE]
+        [--peer-repeats 2] [--peer-questions 100] [--device cuda] [--deterministic] [--out FILE]
 
 Work, in tokens:
 
@@ -19,8 +19,10 @@ Work, in tokens:
 vLLM runs first, in a process of its own (of the interpreter that ONESTEM_VLLM_PYTHON names), with
 prefix caching, compiled, and the settings that the result holds; then it ends, and Onestem has the
 device. Loading counts for neither, a small job of each kind goes before the clock, and caches are
-empty. `--quantization` rounds the weights of both; Onestem then runs in 16 bits too. `--wait`
-imports, and goes on when a line comes on stdin: a driver has others prepare while one measures.
+empty. `--quantization` rounds the weights of both; Onestem then runs in 16 bits too.
+`--deterministic` is ours and the batch-invariant mode of vLLM. Both have the KV memory of
+`--kv-memory`, if it is given. `--wait` imports, and goes on when a line comes on stdin: a driver
+has others prepare while one measures.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from onestem.errors import OnestemError
 from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.find import find_model
+from onestem.options import parse_memory
 from onestem.request import SamplingParams
 from onestem_lab import scores
 from onestem_lab.cases import prompts_of
@@ -168,7 +171,7 @@ class Work:
 
 def main() -> None:
     options = parse()
-    vllm = None if options.without_vllm else Vllm()
+    vllm = None if options.without_vllm else Vllm(invariant=options.deterministic)
     config = ModelConfig.from_directory(find_model(options.model))
     works = [Work(name, config.vocab_size, options.peer_questions) for name in options.work]
     longest = max(work.longest for work in works) + ROOM
@@ -179,6 +182,7 @@ def main() -> None:
         "command": f"python -m onestem_lab.beside_vllm {' '.join(map(quoted, sys.argv[1:]))}",
         "machine": machine(),
         "model": options.model,
+        "deterministic": options.deterministic,
         "versions": {
             "onestem": onestem.__version__,
             "torch": torch.__version__,
@@ -214,6 +218,7 @@ def main() -> None:
         with LLM(
             options.model, device=options.device, dtype="bfloat16", quantization=kind,
             kv_memory=options.kv_memory, max_model_len=longest, seed=0,
+            deterministic=options.deterministic,
         ) as llm:  # fmt: skip
             loaded = time.perf_counter() - began
             result["device"] = device_name(llm.device)
@@ -258,6 +263,8 @@ def peer_settings(options: argparse.Namespace, longest: int) -> dict[str, Any]:
     }  # fmt: skip
     if options.quantization is not None:
         settings["quantization"] = options.quantization
+    if options.kv_memory != "auto":
+        settings["kv_cache_memory_bytes"] = parse_memory(options.kv_memory)
     return settings | json.loads(options.peer_settings)
 
 
@@ -302,6 +309,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quantization", help="of both, as fp8")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-memory", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer-repeats", type=int, default=2)
     parser.add_argument("--peer-questions", type=int, default=100)

@@ -29,7 +29,10 @@ from onestem_lab.results import RESULTS
 LONG_JOB, WIDE_JOB = "job 40x16 2000/200/100", "job 1x256 8000/64/128"
 TINY = {LONG_JOB: "job 2x3 40/10/4", WIDE_JOB: "job 1x4 60/8/4"}
 TWICE = "--repeats 2 --peer-repeats 1"
-TINY |= {"samples 64x16 512/512": "samples 2x3 16/4", "exam 10x2000": "exam 2x4"}
+ONE_STREAM, APART = "job 1x1 0/600/64", "job 256x1 0/512/64"
+TINY |= {ONE_STREAM: "job 1x1 0/16/4", APART: "job 4x1 0/8/4"}
+TINY |= {f"samples 64x16 {size}": "samples 2x3 16/4" for size in ("256/128", "512/512")}
+TINY |= {"exam 10x2000": "exam 2x4"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ PARTS = (
         230,
         # Log-probabilities of prompts take memory that vLLM does not count.
         "--repeats 1 --peer-repeats 1 --peer-settings '{\"gpu_memory_utilization\": 0.85}'",
+    ),
+    beside(
+        "deterministic",
+        "llama3.1-8b",
+        (ONE_STREAM, APART, LONG_JOB, "samples 64x16 256/128", WIDE_JOB),
+        300,
+        "--deterministic --kv-memory 60GiB --peer-seconds 280",
     ),
     beside("moe", "qwen3-30b-a3b", (LONG_JOB, WIDE_JOB), 190, TWICE),
     beside("windows", "gemma3-12b", (LONG_JOB, WIDE_JOB), 200, TWICE),

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from lab.tests.test_vllm_process import asked
 from onestem_lab import beside_vllm, gpu_jobs
 
 __all__ = ["asked"]  # a fixture
 
 
-def test_both_do_the_same_work(asked, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("more", [[], ["--deterministic"]])
+def test_both_do_the_same_work(asked, monkeypatch, tmp_path, capsys, more):
     out = tmp_path / "out.json"
     works = ("job 2x3 20/5/3", "samples 2x3 8/3", "exam 2x4")
     arguments = [
         "beside_vllm", "--model", "shape:nothing", "--device", "cpu", "--kv-memory", "16MiB",
         "--repeats", "1", "--peer-repeats", "1", "--peer-questions", "1", "--out", str(out),
-        *(word for work in works for word in ("--work", work)),
+        *more, *(word for work in works for word in ("--work", work)),
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", arguments)
     beside_vllm.main()
@@ -30,7 +33,10 @@ def test_both_do_the_same_work(asked, monkeypatch, tmp_path, capsys):
     assert samples["output_tokens"] == result["works"][1]["vllm"]["runs"][0]["output_tokens"] == 18
     assert exam["computed_rows"] == exam["distinct_rows"]
     # One question, four options, each behind the whole prompt.
-    last = json.loads(asked.read_text())["jobs"][-1]
+    told = json.loads(asked.read_text())
+    assert told["settings"]["kv_cache_memory_bytes"] == 16 << 20
+    assert told["invariant"] == str(len(more))
+    last = told["jobs"][-1]
     assert len(last) == 4
     assert len({tuple(ids[:-1]) for ids in last}) == 1
     assert capsys.readouterr().out.count("vLLM") == 6

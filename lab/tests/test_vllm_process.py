@@ -34,6 +34,7 @@ class LLM:
         cache = SimpleNamespace(num_gpu_blocks=settings.get("num_gpu_blocks_override"))
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
         self.asked = {"settings": settings, "resets": 0, "jobs": []}
+        self.asked["invariant"] = os.environ.get("VLLM_BATCH_INVARIANT")
 
     def reset_prefix_cache(self):
         self.asked["resets"] += 1

@@ -38,12 +38,19 @@ def absent_vllm() -> str | None:
 
 class Vllm:
     """A vLLM engine with random weights of a model's shape. It imports vLLM at once, but touches no
-    device before `load`."""
+    device before `load`.
 
-    def __init__(self) -> None:
+    Args:
+        invariant: in its batch-invariant mode.
+    """
+
+    def __init__(self, *, invariant: bool = False) -> None:
         self._folder = TemporaryDirectory(prefix="onestem-vllm-")
         command = [os.environ.get(INTERPRETER, sys.executable), "-P", str(ENGINE)]
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, process_group=0)
+        self._process = Popen(
+            command, stdin=PIPE, stdout=PIPE, text=True, process_group=0,
+            env=os.environ | {"VLLM_BATCH_INVARIANT": str(int(invariant))},
+        )  # fmt: skip
 
     def load(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine; `settings`: arguments of `vllm.LLM`.
