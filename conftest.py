@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -23,6 +24,10 @@ from onestem.garbage import collecting_less
 # A shell's background jobs ignore Ctrl-C from their start, and what they start does too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What one process compiles, the next ones read: tests start some hundred.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Each client of HTTP reads the certificates of all authorities, which takes longer than most tests.
 ssl.create_default_context = cache(ssl.create_default_context)
