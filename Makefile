@@ -53,4 +53,5 @@ soak: ## the tests that CI leaves out: a quarter of an hour more
 packages: ## build sdist and wheel into dist/, and try both
 	scripts/packages
 
-ci: test packages ## what CI runs
+ci: ## what CI runs: test and packages, which are built beside the checks
+	ONESTEM_PACKAGES=dist scripts/test
