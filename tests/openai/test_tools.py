@@ -245,7 +245,7 @@ def test_the_next_prompt_has_calls_as_they_were_sampled(llm) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": outer}}
     counts, odd = [], 0
     body = {"tools": [tool], "tool_choice": "required", "max_tokens": 400}
-    bodies = [{**body, "seed": seed} for seed in range(32)]
+    bodies = [{**body, "seed": seed} for seed in range(16)]
     for output in ask_all(llm, bodies):
         if output.finish_reason != "stop":
             continue

@@ -189,6 +189,7 @@ def test_the_file_is_that_of_one_engine(cluster, replicas, job, tmp_path):
     assert computed <= stats.processed_prompt_tokens < stats.logical_prompt_tokens / 4
 
 
+@pytest.mark.soak
 def test_a_replica_of_two_processes(cluster, replicas):
     """Beside others. The actor is rank 0, and the other is its child."""
     options = OPTIONS.replace(tensor_parallel_size=2)
