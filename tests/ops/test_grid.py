@@ -284,4 +284,4 @@ def test_mutations_on_triton_are_found(monkeypatch, mutation: str) -> None:
     else:
         monkeypatch.setattr(grid, "segment_of", lambda position: position // 64)
         monkeypatch.setattr(grid, "segment_start", lambda number: number * 64)
-    assert on_triton((0, 2), torch.float32) > 0
+    assert any(on_triton((seed,), torch.float32) for seed in (0, 2))
