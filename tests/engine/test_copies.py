@@ -105,7 +105,7 @@ def pages_aside(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("test_tiers_gpu has the streams")
     pytest.importorskip("onestem.ops.triton.page_rows")
-    monkeypatch.setattr(copies, "BUS_BYTES", 5 * 2 * 3 * 8 * 4)  # five rows
+    monkeypatch.setattr(copies, "PIECE_TOKENS", 5)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Ended)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
@@ -140,7 +140,7 @@ def test_steps_wait_where_they_write_to_what_is_copied_out(pages_aside, monkeypa
 
 
 def test_what_goes_out_comes_back_in_parts(pages_aside):
-    """Rows of three pieces, a few at a time."""
+    """Rows of several pieces, a few at a time."""
     every, moved = pages_aside
     before = [pages.clone() for pages in every]
     order = np.random.default_rng(0).permutation(36)

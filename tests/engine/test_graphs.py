@@ -67,13 +67,6 @@ class Replayed(graphs.GraphRunner):
 def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     """Makes engines whose work lists may take so many words."""
 
-    def staging(max_rows: int) -> graphs.Staging:
-        values = torch.zeros(3, max_rows, dtype=torch.int64)
-        return graphs.Staging(
-            values, values.numpy(), SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-        )
-
-    monkeypatch.setattr(graphs.Staging, "make", staging)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)

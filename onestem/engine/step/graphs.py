@@ -26,6 +26,7 @@ from onestem.engine.step.runner import Logits, Prepared, Runner
 from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
+from onestem.ops.copies import Staging
 from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
@@ -43,22 +44,6 @@ LIST_STEPS = 16
 
 # Layers that one work list serves: their window, KV heads and size of heads.
 _Kind = tuple[int | None, int, int]
-
-
-@dataclass(eq=False)
-class Staging:
-    """Ids, positions and slots of a step, int64 `[3, max_rows]`, pinned; `copied` says when they
-    may be written again."""
-
-    values: Tensor
-    array: np.ndarray
-    copied: torch.cuda.Event
-
-    @staticmethod
-    def make(max_rows: int) -> Staging:
-        """One for steps of at most `max_rows` rows."""
-        values = torch.zeros(3, max_rows, dtype=torch.int64, device="cpu", pin_memory=True)
-        return Staging(values, values.numpy(), torch.cuda.Event())
 
 
 class GraphShape(NamedTuple):
@@ -114,12 +99,13 @@ class GraphRunner(Runner):
         )
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
-        self._stagings = [Staging.make(BATCH_SIZES[-1]) for _ in range(2)]
+        shape = 3, BATCH_SIZES[-1]  # ids, positions and slots
+        self._stagings = [Staging.make(shape, torch.int64, decoder.device) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
         self._list_steps = LIST_STEPS  # after which they are made again
         self._listed = False  # whether they are those of the step before
-        self._inputs = torch.zeros(3, BATCH_SIZES[-1], dtype=torch.int64, device=decoder.device)
+        self._inputs = torch.zeros(shape, dtype=torch.int64, device=decoder.device)
         self._inputs[2] = self.scratch_slot
         # As of `StateRows.table`, where layers keep states; all padding yet.
         shape = BATCH_SIZES[-1] if self.states else 0, 5
@@ -260,12 +246,10 @@ class GraphRunner(Runner):
     def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
         self._turn = 1 - self._turn
         staging = self._stagings[self._turn]
-        staging.copied.synchronize()
-        array = staging.array
+        array = staging.writable()
         array[0, :rows], array[1, :rows] = inputs.token_ids, inputs.positions
         array[2, :rows], array[2, rows:size] = inputs.slots, self.scratch_slot
-        self._inputs.copy_(staging.values, non_blocking=True)
-        staging.copied.record()
+        staging.upload(self._inputs)
 
     def _graph(self, shape: GraphShape) -> Graph:
         if shape not in self.graphs:

@@ -2,8 +2,8 @@
 
 On a GPU they go through a buffer there, over pinned memory and on streams of their own: copies out
 wait for the steps that wrote the pages, and copies in for those that still read them. Steps go on
-meanwhile; one that writes to pages which are still copied out waits for that. A step's inputs go
-over the same bus, so copies in are made in small parts, some with each step. On a CPU copies in are
+meanwhile; one that writes to pages which are still copied out waits for that. What prompts copy to
+the GPU waits for all copies that were begun, so a few are with each step. On a CPU copies in are
 made by a thread, without PyTorch's threads, which belong to the steps.
 """
 
@@ -26,7 +26,6 @@ from onestem.engine.tiers.arena import PinnedArena
 
 __all__ = ["Copied", "KvCopies", "PageCopies", "Part", "copies_of"]
 
-BUS_BYTES = 4 << 20  # 0.08 ms on the bus, for which each of a step's inputs waits
 PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
 
 _BITS = {2: np.int16, 4: np.int32}
@@ -270,7 +269,6 @@ class _GpuCopies:
         self.width = sum(pages[0, 0].numel() for pages in every)
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
-        self._bus_rows = max(1, BUS_BYTES // (self.width * self.dtype.itemsize))
         # Streams and their buffers: for copies in, and two for copies out, so that a page which the
         # next step needs does not wait until a thousand others are out.
         (self._in, self._landing), *self._out = (
@@ -340,9 +338,7 @@ class _GpuCopies:
         def launch(rows: Tensor, at: int) -> torch.cuda.Event:
             landing = self._landing[: len(rows)]
             with torch.cuda.stream(self._in):
-                # Rows at once would hold up what steps need; a launch for each part, their host.
-                there, here = (x.split(self._bus_rows) for x in (landing, rows))
-                torch._foreach_copy_(there, here, non_blocking=True)
+                landing.copy_(rows, non_blocking=True)
                 self._rows.scatter(slots(), at, len(rows), landing)
                 event = self._in.record_event()
             self._keep(event, parts)

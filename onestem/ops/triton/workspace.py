@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
+from onestem.ops.copies import Staging
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.triton.launch import Kernels, States
 from onestem.ops.work import WorkList
 from onestem.ops.work.lists import AT_RECORDS, RECORD, KeptChoice
-
-
-@dataclass(eq=False)
-class _Host:
-    """A host copy of the control buffer, pinned for a GPU; `copied`: event after its upload."""
-
-    words: Tensor
-    array: np.ndarray
-    copied: torch.cuda.Event | None
 
 
 @dataclass(eq=False)
@@ -65,7 +57,8 @@ class Workspace:
         self.clear()
         shape = (self.max_rows, self.kernels.num_q_heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=device)
-        self._hosts = [self._host(), self._host()]
+        words = (self.max_words,)
+        self._hosts = [Staging.make(words, torch.int32, device) for _ in range(2)]
         self._turn = 0
         self._words = 0
         self._grow: np.ndarray | None = None
@@ -78,17 +71,9 @@ class Workspace:
         # buffer.
         self.control[AT_RECORDS] = RECORD
 
-    def _host(self) -> _Host:
-        cuda = self.control.is_cuda
-        words = torch.zeros(self.max_words, dtype=torch.int32, device="cpu", pin_memory=cuda)
-        return _Host(words, words.numpy(), torch.cuda.Event() if cuda else None)
-
-    def _next_host(self) -> _Host:
+    def _next_host(self) -> np.ndarray:
         self._turn = 1 - self._turn
-        host = self._hosts[self._turn]
-        if host.copied is not None:
-            host.copied.synchronize()
-        return host
+        return self._hosts[self._turn].writable()
 
     def write(self, plan: AttentionPlan, *, num_rows: int | None = None) -> WorkList:
         """Make and pack a step's work list. Rows after the plan's, up to `num_rows` in all, become
@@ -96,7 +81,7 @@ class Workspace:
         self.work = self.kernels.listed(
             plan, self._choice, share=self.share, num_rows=num_rows, max_states=len(self.states)
         )
-        self._words = self.work.pack(self._next_host().array)
+        self._words = self.work.pack(self._next_host())
         self._grow = None
         return self.work
 
@@ -111,7 +96,7 @@ class Workspace:
         if self._grow is None:
             self._grow = self.work.growing_words(spans)
         before = self._hosts[self._turn].array
-        array = self._next_host().array
+        array = self._next_host()
         array[: self._words] = before[: self._words]
         array[self._grow] += 1
         if page_words is not None:
@@ -119,10 +104,7 @@ class Workspace:
 
     def upload(self) -> None:
         """Copy the written buffer to the device."""
-        host = self._hosts[self._turn]
-        self.control[: self._words].copy_(host.words[: self._words], non_blocking=True)
-        if host.copied is not None:
-            host.copied.record()
+        self._hosts[self._turn].upload(self.control[: self._words])
 
     def launch(
         self,
