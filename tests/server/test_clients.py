@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from onestem.errors import OnestemError
+from onestem.models.find import find_model
 from tests.engine.tiny_tokenizers import LLAMA_3_TEMPLATE, make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.server.harness import running
@@ -36,14 +38,30 @@ def thinks(tmp_path_factory):
         server.check()
 
 
+@pytest.fixture(scope="module")
+def generic(tmp_path_factory):
+    """A server of a model whose template knows no tools."""
+    try:
+        find_model("smollm2")
+    except OnestemError as error:
+        pytest.skip(str(error))
+    how = {"engine": {"kv_memory": "512MiB"}, "served_model_name": ["embedded"]}
+    with running(tmp_path_factory.mktemp("generic"), model="smollm2", **how) as server:
+        yield server
+        server.check()
+
+
 @pytest.mark.skipif(PYTHON is None, reason="ONESTEM_CLIENTS names no Python with the clients")
 @pytest.mark.parametrize("names", [OWN, soaked(sorted(OTHERS))], ids=["own", "others"])
-def test_clients(embedded, thinks, names):
+@pytest.mark.parametrize("model", ["embedded", soaked("generic")])
+def test_clients(request, thinks, names, model):
+    url = request.getfixturevalue(model).url
     done = subprocess.run(
         [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}",
          "-o", "python_files=*.py", "-o", "filterwarnings=ignore", "--tb=short",
          *(FOLDER / f"{name}.py" for name in names)],
-        cwd=FOLDER.parents[2], capture_output=True, text=True, timeout=900,
-        env={**os.environ, "ONESTEM_URL": embedded.url, "ONESTEM_THINKS_URL": thinks.url},
+        cwd=FOLDER.parents[2], capture_output=True, text=True, timeout=3600,
+        env={**os.environ, "ONESTEM_URL": url, "ONESTEM_THINKS_URL": thinks.url,
+             "ONESTEM_MODEL": model},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]

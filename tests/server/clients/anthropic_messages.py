@@ -5,12 +5,12 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from tests.server.clients.asked import URL, USER, Answer
+from tests.server.clients.asked import BRIEF, URL, USER, Answer
 
 ASKED = {
     "model": "embedded", "max_tokens": 80, "extra_body": {"temperature": 0},
     "messages": [{"role": "user", "content": USER}],
-    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "system": [{"type": "text", "text": BRIEF, "cache_control": {"type": "ephemeral"}}],
 }  # fmt: skip
 TOOLS = {
     "tools": [{"name": "f", "input_schema": Answer.model_json_schema()}],

@@ -11,6 +11,10 @@ URL = os.environ["ONESTEM_URL"]
 # The same API on a model whose template opens each answer with reasoning.
 THINKS = os.environ["ONESTEM_THINKS_URL"]
 USER = "Is it warm in Rome?"
+BRIEF = "Answer in one word."  # answers of all models end soon
+# Whether a turn that may not call tools begins as the one before it: where a template knows no
+# tools, the system message tells of them, and then of none.
+KEEPS_TOOLS = os.environ["ONESTEM_MODEL"] != "generic"
 CITIES = ("Paris", "Rome")
 City = Literal["Paris", "Rome"]
 

@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from tests.server.clients.asked import CITIES, THINKS, URL, USER, Answer, is_warm
+from tests.server.clients.asked import CITIES, KEEPS_TOOLS, THINKS, URL, USER, Answer, is_warm
 
 TOOL = tool(is_warm)
 OPENAI = {"base_url": f"{URL}/v1", "api_key": "none", "model": "embedded", "temperature": 0,
@@ -66,7 +66,7 @@ def test_a_tool_is_called_and_its_result_is_answered(api):
         assert then.text
         assert not then.tool_calls
         read = then.usage_metadata["input_token_details"]["cache_read"]
-        assert read > called.usage_metadata["input_tokens"] - 8
+        assert not KEEPS_TOOLS or read > called.usage_metadata["input_tokens"] - 8
 
 
 @APIS

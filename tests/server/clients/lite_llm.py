@@ -9,11 +9,11 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks th
 import litellm
 import pytest
 
-from tests.server.clients.asked import THINKS, URL, USER, Answer
+from tests.server.clients.asked import BRIEF, KEEPS_TOOLS, THINKS, URL, USER, Answer
 
 FUNCTION = {"name": "f", "description": "Tells.", "parameters": Answer.model_json_schema()}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": USER}]
+ASKED = [{"role": "system", "content": BRIEF}, {"role": "user", "content": USER}]
 OF = {"openai/embedded": f"{URL}/v1", "hosted_vllm/embedded": f"{URL}/v1",
       "anthropic/embedded": URL}  # fmt: skip
 MODELS = pytest.mark.parametrize("model", OF)
@@ -59,7 +59,7 @@ def test_a_tool_is_called_and_its_result_is_answered(model):
         assert then.choices[0].message.content
         assert not then.choices[0].message.tool_calls
         read = then.usage.prompt_tokens_details.cached_tokens
-        assert read > 0.5 * made.usage.prompt_tokens
+        assert not KEEPS_TOOLS or read > 0.5 * made.usage.prompt_tokens
     whole, pieces = (made.choices[0].message.tool_calls[0].function for made in found)
     assert whole.arguments == pieces.arguments
 

@@ -17,7 +17,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from tests.server.clients.asked import CITIES, URL, USER, Answer, is_warm
+from tests.server.clients.asked import BRIEF, CITIES, KEEPS_TOOLS, URL, USER, Answer, is_warm
 
 APIS = pytest.mark.parametrize("api", [OpenAIResponsesModel, OpenAIChatCompletionsModel])
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
@@ -57,7 +57,7 @@ def agent_of(api, **more):
         temperature=0, max_tokens=80, include_usage=True, **more.pop("settings", {})
     )
     model = api("embedded", client)
-    return Agent("Weather", instructions="Be brief.", model=model, model_settings=settings, **more)
+    return Agent("Weather", instructions=BRIEF, model=model, model_settings=settings, **more)
 
 
 @APIS
@@ -74,13 +74,13 @@ def test_a_tool_is_called_and_its_result_is_sent_back(run, api, streamed):
     assert first.usage.output_tokens > 5
     items = [*called.to_input_list(), {"role": "user", "content": "And now?"}]
     agent.model_settings = ModelSettings(
-        temperature=0, tool_choice="none", max_tokens=20, include_usage=True
+        temperature=0, tool_choice="none", max_tokens=80, include_usage=True
     )
     then = run(agent, items, streamed)
     assert then.final_output
     (answered,) = then.raw_responses
     read = answered.usage.input_tokens_details.cached_tokens
-    assert read >= first.usage.input_tokens - 8
+    assert not KEEPS_TOOLS or read >= first.usage.input_tokens - 8
 
 
 @APIS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.server.clients.asked import URL, USER, Answer
+from tests.server.clients.asked import BRIEF, URL, USER, Answer
 
 ASKED = {
     "model": "embedded", "input": USER, "max_output_tokens": 80, "temperature": 0,
-    "instructions": "Be brief.",
+    "instructions": BRIEF,
 }  # fmt: skip
 TOOLS = {
     "tools": [{"type": "function", "name": "f", "parameters": Answer.model_json_schema(),
@@ -72,7 +72,7 @@ def test_a_tool_is_called_and_its_result_is_answered(client):
         for item in whole.output
     ]
     items = [{"role": "user", "content": USER}, *whole.output, *results]
-    same = {"model": "embedded", "instructions": "Be brief.", "temperature": 0.0, **TOOLS,
+    same = {"model": "embedded", "instructions": BRIEF, "temperature": 0.0, **TOOLS,
             "max_output_tokens": 9, "tool_choice": "none"}  # fmt: skip
     stored = client.responses.create(input=results, previous_response_id=whole.id, **same)
     sent = client.responses.create(input=items, store=False, **same)

@@ -14,7 +14,7 @@ from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.server.clients.asked import CITIES, URL, USER, Answer, is_warm
+from tests.server.clients.asked import BRIEF, CITIES, KEEPS_TOOLS, URL, USER, Answer, is_warm
 
 APIS = pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 SETTINGS = ModelSettings(max_tokens=80, temperature=0, parallel_tool_calls=False)
@@ -56,7 +56,7 @@ def run(agent, asked, streamed, **more):
 def test_a_tool_is_called_and_its_result_is_answered(api, streamed, output):
     agent = Agent(
         model_of(api), tools=[is_warm], capabilities=[CallsFirst()], model_settings=SETTINGS,
-        output_type=str if output == "text" else ToolOutput(Answer), instructions="Be brief.",
+        output_type=str if output == "text" else ToolOutput(Answer), instructions=BRIEF,
     )  # fmt: skip
     found = run(agent, USER, streamed)
     messages = found.all_messages()
@@ -70,7 +70,7 @@ def test_a_tool_is_called_and_its_result_is_answered(api, streamed, output):
     # Responses have no reason of their own for calls.
     assert asked.finish_reason == ("stop" if api == "responses" else "tool_call")
     assert asked.usage.input_tokens > 10
-    assert then.usage.cache_read_tokens > asked.usage.input_tokens // 2
+    assert not KEEPS_TOOLS or then.usage.cache_read_tokens > asked.usage.input_tokens // 2
     if output == "object":
         assert isinstance(answer_of(found, streamed), Answer)
     else:
