@@ -74,10 +74,10 @@ class _Log:
 log = _Log()
 
 
-def set_up(level: str, style: str = "json") -> None:
+def set_up(level: str, style: str = "") -> None:
     """All logs of this process, uvicorn's too, as lines on stderr; `style`: of `FORMATS`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(FORMATS[style]())
+    handler.setFormatter(FORMATS[style or default_format()]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

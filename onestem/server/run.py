@@ -137,7 +137,7 @@ async def _start(settings: Settings, signals: _Signals) -> None:
             default_temperature=settings.temperature,
             default_top_p=settings.top_p,
         )
-        launcher = EngineProcess(engine)
+        launcher = EngineProcess(engine, logs=(settings.log_level, settings.log_format or ""))
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path, engine.template_text)
         if tokenizer is not None and tokenizer.has_chat_template:
             templates.isolate()

@@ -321,7 +321,7 @@ def test_the_engine_of_a_shape_makes_weights_up(monkeypatch, tmp_path):
     """It is told the shape's directory, which alone would have to hold weights."""
     told = []
 
-    def launch(options: EngineOptions) -> EngineProcess:
+    def launch(options: EngineOptions, *, logs: object) -> EngineProcess:
         told.append(options)
         raise ConfigError("no engine in this test")
 
@@ -332,6 +332,20 @@ def test_the_engine_of_a_shape_makes_weights_up(monkeypatch, tmp_path):
         main()
     (options,) = told
     assert (Path(options.model), options.random_weights) == (find_shape("nothing"), True)
+
+
+def test_what_the_engine_logs_is_in_the_log(tmp_path, tiny_model):
+    """As an object of its own, like all lines."""
+    folder = tmp_path / "kv"
+    with served(tmp_path / "state", tiny_model, "--disk-kv", folder) as server:
+        folder.rmdir()
+        folder.write_text("no folder")
+        body = {"prompt": list(range(3, 253)), "max_tokens": 4}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        server.command.until(lambda: server.events("log"), WAIT)
+        (said,) = server.events("log")
+    assert (said["level"], said["logger"]) == ("warning", "onestem.cache.storage")
+    assert said["message"] == f"disk_kv {folder} cannot be written: File exists"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -54,18 +54,20 @@ class EngineProcess:
 
     Args:
         factory: `module:function` that makes an engine from the options.
+        logs: level and style of its log (`logs.set_up`); none: as Python has them.
     """
 
-    def __init__(self, options: EngineOptions, factory: str = LOADER) -> None:
-        self._options = options
-        self._factory = factory
+    def __init__(
+        self, options: EngineOptions, factory: str = LOADER, logs: tuple[str, ...] = ()
+    ) -> None:
+        self._first = factory, options, logs
 
     async def launch(self) -> ProcessLink:
         """Start a process; it says `Ready` when it has loaded its model."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.to_thread(self._start, theirs)
-        reader, writer = await connect(ours, (self._factory, self._options))
+        reader, writer = await connect(ours, self._first)
         return ProcessLink(process, reader, writer)
 
     def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:

@@ -47,6 +47,7 @@ from onestem.server.link.messages import (
 )
 from onestem.server.link.orders import Orders
 from onestem.server.link.reports import Deltas, last_delta
+from onestem.server.logs import set_up
 
 if TYPE_CHECKING:
     from onestem.engine.engine import Engine
@@ -286,7 +287,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    factory, options = channel.receive()
+    factory, options, logs = channel.receive()
+    if logs:
+        set_up(*logs)
     module, _, name = factory.partition(":")
     try:
         engine = getattr(importlib.import_module(module), name)(options)
