@@ -149,15 +149,11 @@ class DiskStore:
         if kv.nbytes > self.share:
             return False
         others_put = self.others("put", name, kv)
-        written = self._write(name, kv, tokens)
-        if not others_put() or not written:
-            return False
-        if self.rank == 0:
-            self._trim(written * self.size)
-        return True
+        is_written = self._write(name, kv, tokens)
+        return others_put() and is_written
 
-    def _write(self, name: str, kv: Tensor, tokens: Tensor) -> int:
-        """Bytes of the file that is there now; 0: there is none."""
+    def _write(self, name: str, kv: Tensor, tokens: Tensor) -> bool:
+        """Write this rank's file; False: it is not there."""
         path = self.path(name)
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         header: dict[str, object] = {}
@@ -169,6 +165,8 @@ class DiskStore:
             header[one] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
         text = json.dumps({"__metadata__": metadata, **header}).encode()
         text += b" " * (-len(text) % 8)
+        if self.rank == 0:
+            self._make_room((8 + len(text) + end) * self.size)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # removed meanwhile
             with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
@@ -182,8 +180,8 @@ class DiskStore:
             self._has_failed = True
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            return 0
-        return 8 + len(text) + end
+            return False
+        return True
 
     def discard(self, name: str) -> None:
         """Remove the files of a name, if they are there."""
@@ -212,16 +210,17 @@ class DiskStore:
                         found.append((status.st_mtime, status.st_size, path))
         return sorted(found)
 
-    def _trim(self, written: int) -> None:
-        """Remove what exceeds the budget. The folder, which may have very many files, is listed
-        when this store's part of what was free is written."""
-        self._unseen -= written
-        if self._unseen >= written:
+    def _make_room(self, coming: int) -> None:
+        """Remove what would exceed the budget with the bytes that are written next. The folder,
+        which may have very many files, is listed when this store's part of what was free is
+        written."""
+        self._unseen -= coming
+        if self._unseen >= 0:
             return
         files = self.files()
-        total = sum(size for _, size, _ in files)
+        total = coming + sum(size for _, size, _ in files)
         most = self.budget if total <= self.budget else self.budget - self.budget // FREED
-        for _, size, path in files[:-1]:  # the newest was just written, and fits
+        for _, size, path in files:
             if total <= most:
                 break
             with contextlib.suppress(OSError):
