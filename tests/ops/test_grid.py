@@ -270,6 +270,32 @@ def test_rows_have_the_same_bits_in_any_plan_on_triton(dtype: torch.dtype) -> No
     assert on_triton(PLANS[dtype], dtype) == 0
 
 
+@pytest.mark.usefixtures("fixed_order")
+def test_rows_that_part_inside_a_segment_go_on_from_its_states() -> None:
+    """A segment ends at 384, tiles every 64 positions: five rows share one tile behind 256."""
+    rng = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
+    device, dtype = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float16)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    root, texts = draw(2, 330, 1, 64), []
+    for own in (1, 9, 20, 60, 70):
+        keys, values = torch.cat([root, draw(2, own, 1, 64)], dim=1)
+        texts.append(Text(keys, values, draw(len(keys), 4, 64), {"root": 330}))
+    chunks = [range(len(text.keys) - 1, len(text.keys)) for text in texts]
+    pages, plan = together(rng, texts, chunks)
+    attention = TritonAttention(deterministic=True)
+    q = torch.cat([text.queries[-1:] for text in texts])
+    state = pages.attend(attention, plan, q, Scores(), share=True)
+    for row, text in enumerate(texts):
+        pages, plan = alone(rng, text, len(text.keys) - 1)
+        one = pages.attend(attention, plan, q[row : row + 1], Scores(), share=True)
+        assert torch.equal(one.out[0], state.out[row])
+        assert torch.equal(one.lse[0], state.lse[row])
+
+
 def last_first(keys: np.ndarray) -> np.ndarray:
     """An order of keys, equal ones reversed."""
     return len(keys) - 1 - np.argsort(keys[::-1], kind="stable")

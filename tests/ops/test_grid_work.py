@@ -16,10 +16,14 @@ from onestem.ops.cpu import CpuAttention, is_built
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES
 from onestem.ops.work.grid import grid_work, segment_of, segment_start
 from onestem.ops.work.lists import (
+    AWAITED,
     END,
     ENTRY,
     FIRST_ENTRY,
+    GOES_ON,
+    HANDED,
     HI,
+    LEAVES,
     LO,
     NUM_ROWS,
     NUM_WALK,
@@ -32,9 +36,6 @@ from onestem.ops.work.lists import (
 from tests.ops.test_grid import Pages, Run, chunk_of, texts_of, together
 
 SEEDS = range(12)
-
-# `Hand` in csrc/attention.h
-LEAVES, GOES_ON = 1, 2
 
 
 def random_plan(seed: int) -> AttentionPlan:
@@ -143,6 +144,34 @@ def test_where_rows_part_one_item_of_a_cpu_walks_what_they_share() -> None:
     assert sorted(walks[-3:], key=lambda walk: walk[1]) == own
 
 
+@pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_states_are_handed_over_as_on_a_cpu(seed: int) -> None:
+    """Those that leave states come first, and each other row goes on behind the one that it got."""
+    plan = random_plan(seed)
+    leave, go_on = set(), set()
+    for item in CpuAttention(deterministic=True).prepare(plan).describe(torch.float32, 1, 1, 8):
+        pieces = tuple((run, lo, hi, end, step) for run, lo, hi, _, end, step in item["pieces"])
+        if item["hand"] == LEAVES:
+            leave.add((tuple(item["rows"]), pieces))
+        elif item["hand"] == GOES_ON:
+            go_on.add((*item["rows"], *pieces[0][:2]))
+    work = made(plan, (1, 10**6), block_n=64)
+    state: dict[int, int] = {}
+    got: dict[int, int] = {}
+    for record, (rows, dest, entries) in zip(work.records, walked(work), strict=True):
+        pieces = pieces_of(plan, entries)
+        if record[HANDED] < 0:
+            leave.remove((tuple(rows.tolist()), pieces))
+            state |= dict(zip(rows.tolist(), dest.tolist(), strict=True))
+        elif record[HANDED] > 0:
+            got[int(rows[0])] = record[HANDED] - 1
+            go_on.remove((int(rows[0]), *pieces[0][:2]))
+    assert not leave
+    assert state == got
+    assert (work.records[:, AWAITED] == np.count_nonzero(work.records[:, HANDED] < 0)).all()
+
+
 @pytest.mark.parametrize("hands", [1, 8, 4000])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_see_each_segment_once_and_in_order(seed: int, hands: int) -> None:
@@ -189,11 +218,12 @@ def test_items_have_the_narrowest_tile_that_holds_them(seed: int) -> None:
     kind = np.repeat([0, 1, 2], [few, work.split[0], work.num_wide - work.split[0]])
     for tile, (rows, _, entries) in zip(kind, walked(work), strict=True):
         tokens = entries[[0, -1], [LO, HI]] + entries[[0, -1], POSITION]
-        assert tile == np.searchsorted([2, 4, 8], len(rows))
+        assert tile >= np.searchsorted([2, 4, 8], len(rows))
         assert tile > 0 or np.ptp(segment_of(tokens - [0, 1])) == 0
     # With room for the states of shared items alone, single rows' are not cut.
     fewer = made(plan, (2, 4, 8), max_states=made(plan, (8,)).num_states)
-    assert work.num_states == fewer.num_states or fewer.num_wide > work.num_wide
+    leaving = np.count_nonzero(work.records[:, HANDED] < 0)
+    assert work.num_states == fewer.num_states or fewer.num_wide > work.num_wide - leaving
 
 
 @pytest.mark.parametrize("length", [10, 128, 200, 511, 600])

@@ -10,8 +10,8 @@ another.
 
 Items of few queries wait for memory, so they have a form of their own where a device's products
 allow that: one warp for each, of which a multiprocessor holds many. It walks one segment. Each form
-has a launch, the widest first: one begins while the one before it ends. On Hopper the widest is
-`sm90.grid_rows`.
+has a launch, the widest first: the next ones run beside it, and wait for the states that they go on
+from. On Hopper the widest is `sm90.grid_rows`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _walk_item(
     HEAD_MAJOR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk one item for one KV head. FEW: it is in one segment, and all tiles are masked."""
+    """Walk one item for one KV head. FEW: it is in one segment, and all tiles are masked; it may go
+    on from a state that another has left."""
     EXACT: tl.constexpr = inputs.q.dtype.element_ty == tl.float32
     num_walk = tl.load(record + W.NUM_WALK)
     more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
@@ -150,7 +151,19 @@ def _walk_item(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if not FEW:
+    if FEW:
+        handed = tl.load(record + W.HANDED)
+        if handed > 0:
+            awaited = tl.load(record + W.AWAITED)
+            left = tl.atomic_add(control + W.LEFT, 0)
+            while left < awaited:
+                left = tl.atomic_add(control + W.LEFT, 0)
+            place = (handed - 1).to(tl.int64) * num_heads + q_head
+            top = tl.load(inputs.part_lse + place, mask=used, other=float("-inf"))
+            weights = tl.load(part_weights + place, mask=used, other=0.0)
+            at_total = inputs.part_out + place[:, None] * FORM.head_dim + d[None, :]
+            total = tl.load(at_total, mask=inside, other=0.0)
+    else:
         old_top, old_weights, old_total = top, weights, total
     while start < stop:
         if not FEW:
@@ -222,6 +235,22 @@ def _walk_item(
     tl.store(to, total, mask=inside & is_part[:, None])
     tl.store(inputs.part_lse + place, top, mask=is_part)
     tl.store(part_weights + place, weights, mask=is_part)
+    if not FEW:  # noqa: SIM102 - decided when compiled
+        if tl.load(record + W.HANDED) < 0:
+            tl.debug_barrier()  # all threads have stored
+            tl.atomic_add(control + W.LEFT, 1)
+
+
+@triton.jit
+def _take(control, num_works, KIND: tl.constexpr):
+    """The next work of a counter. After its last works each program takes one that is none: the
+    last of these can reset the counter, and nothing waits for states any more."""
+    work = tl.atomic_add(control + W.GRID_QUEUE + KIND, 1)
+    if work == num_works + tl.num_programs(0) - 1:
+        tl.store(control + W.GRID_QUEUE + KIND, 0)
+        if KIND == 0:
+            tl.store(control + W.LEFT, 0)
+    return work
 
 
 @triton.jit
@@ -248,41 +277,43 @@ def grid_kernel(
     DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk all items of a tile (KIND), each for every KV head. A program's first work has the
-    program's number; the next ones come from a counter.
+    """Walk all items of a tile (KIND), each for every KV head. Works come from a counter, so that a
+    program that begins late, beside wider items, has none that is waited for. A few need none.
 
     DEPENDENT: the launch after this one may begin at once. BESIDE: so did this one, while the one
-    before it was running, and it ends after that.
+    before it was running, and it ends after that: one program waits, so that the others leave their
+    multiprocessors to the next launch.
     """
     if DEPENDENT:
         gdc_launch_dependents()
     inputs = _Inputs(q, k, v, out, lse, part_out, part_top, slopes, scale, softcap)
     records = control + tl.load(control + W.AT_RECORDS)
-    num_items = tl.load(control + W.NUM_NARROW)
+    num_items, wider = tl.load(control + W.NUM_NARROW), tl.load(control + W.NUM_WIDE)
     if KIND > 0:
         records += num_items * W.RECORD
         num_items = tl.load(control + W.SPLIT)
+        wider -= num_items
     if KIND > 1:
         records += num_items * W.RECORD
-        num_items = tl.load(control + W.NUM_WIDE) - num_items
+        num_items, wider = wider, 0
     num_works = num_items * FORM.num_kv_heads
     work = tl.program_id(0)
+    is_counted = (num_works > tl.num_programs(0)) | ((wider > 0) & (num_works > 0))
+    if is_counted:
+        work = _take(control, num_works, KIND)
     while work < num_works:
         record = records + (work // FORM.num_kv_heads) * W.RECORD
         _walk_item(
             control, record, work % FORM.num_kv_heads, inputs, part_weights, BLOCK_M, BLOCK_N,
             STAGES, FEW, HEAD_MAJOR, FORM,
         )  # fmt: skip
-        if num_works > tl.num_programs(0):
-            taken = tl.atomic_add(control + W.GRID_QUEUE + KIND, 1)
-            work = tl.num_programs(0) + taken
-            # One addition follows each work, so the last one can reset the counter.
-            if taken == num_works - 1:
-                tl.store(control + W.GRID_QUEUE + KIND, 0)
+        if is_counted:
+            work = _take(control, num_works, KIND)
         else:
             work = num_works
-    if BESIDE:
-        gdc_wait()
+    if BESIDE:  # noqa: SIM102 - decided when compiled
+        if tl.program_id(0) == 0:
+            gdc_wait()
 
 
 @triton.jit

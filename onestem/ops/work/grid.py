@@ -4,7 +4,9 @@ Segments of positions are the same for all rows (`SEGMENT`). A row's result is t
 segments' states from left to right, and a kernel walks a segment in tiles that lie at multiples of
 their size. So it makes no difference which item computes a segment. Rows that see the same whole
 segments walk them together: in one item from their first one on, which folds them itself, and
-after that in an item each. What a row sees besides is its own: one item, or one for each segment.
+after that in an item each. Where many single rows part inside a segment, one item walks the whole
+tiles that they share and leaves its states as they are; each row's item goes on from them. What a
+row sees besides is its own: one item, or one for each segment.
 
 `GridUnits` in `csrc/work.cpp` divides a CPU's plans so: `tests/ops/test_grid_work.py` compares.
 """
@@ -24,7 +26,9 @@ from onestem.ops.work.lists import (
     CLEAR_LO,
     END,
     ENTRY,
+    GOES_ON,
     HI,
+    LEAVES,
     LO,
     POSITION,
     STEP,
@@ -41,8 +45,8 @@ from onestem.ops.work.units import pairs_of
 SEGMENT, FIRST_SEGMENT, FIRST_TO = 256, 128, 512
 
 # Items are cut that are longer than so many times what each program would walk if all walked the
-# same: states and short items cost more (an H200 takes 9 and 18% longer at 1.2 and 1.0).
-LONG = 1.4
+# same, those of other tiles too, which run beside: states and short items cost more.
+LONG = 1.2
 
 _ATOM = 1 << 32  # more than there are positions
 
@@ -89,10 +93,13 @@ def grid_work(
         raise ConfigError("a row sees tokens at other positions than they were stored at")
     pairs = pairs_of(plan)
     seen = _Seen.of(plan, pairs, block_n)
-    hands = np.array(programs) / num_kv_heads
-    several = len(tile_rows) > 1
-    for cuts in (several, hands, share), (False, hands, share), (False, hands * 0.0, False):
-        draft, room = _draft(plan, seen, block_n, tile_rows, *cuts)
+    programs_each = np.array(programs) / num_kv_heads
+    for cuts in (
+        (len(tile_rows) > 1, programs_each, share),
+        (False, programs_each, share),
+        (False, programs_each * 0.0, False),
+    ):
+        draft, room = _draft(plan, seen, block_n, tile_rows, *cuts, num_kv_heads)
         if max_states is None or draft.num_states <= max_states:
             break
     return listed(plan, draft, plan.num_rows if num_rows is None else num_rows, None, room)
@@ -167,46 +174,86 @@ def _kinds(run: np.ndarray, lo: np.ndarray, depth: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class _Units:
     """Rows that walk positions start..stop-1 together, as `atom` sees them, `[num_units]`; their
-    rows `row_start..` of `rows`. `shared`: of several atoms, which all see all of it."""
+    rows `row_start..` of `rows`. `shared`: of several atoms, which all see all of it. `hand`:
+    whether it `LEAVES` states or `GOES_ON` from some."""
 
     start: np.ndarray
     stop: np.ndarray
     atom: np.ndarray
     shared: np.ndarray
+    hand: np.ndarray
     rows: np.ndarray
     row_start: np.ndarray
     num_rows: np.ndarray
 
 
-def _units(seen: _Seen, together: np.ndarray) -> _Units:
-    """The units of a plan. together: bool, by atom: it may walk with others."""
+def _units(seen: _Seen, together: np.ndarray, block_n: int, few: int | None) -> _Units:
+    """The units of a plan. together: bool, by atom: it may walk with others. few: more rows than
+    these may leave states; None: none do."""
     atoms = np.flatnonzero(np.diff(seen.first))
     begin = np.zeros(len(seen.rows), np.int64)
     begin[atoms] = seen.start[seen.first[atoms]]
     shared_to = begin.copy()
-    start, stop, atom, members, count = _shared(seen, together, shared_to)
+    units = [_shared(seen, together, shared_to)]
+    hands = [np.zeros(len(units[0][0]), np.int64)]
+    walked_to = shared_to
+    if few is not None:
+        single = np.flatnonzero(together & (seen.rows == 1) & (np.diff(seen.first) > 0))
+        walked_to = shared_to.copy()
+        for tiles in range(SEGMENT // block_n - 1, 0, -1):
+            single = single[walked_to[single] == shared_to[single]]
+            units.append(_handed(seen, single, walked_to, tiles * block_n, few))
+            hands.append(np.full(len(units[-1][0]), LEAVES))
     # Of each atom: all that it sees, or each segment after what it shares.
-    end = seen.stop[seen.first[atoms + 1] - 1]
-    shares = shared_to[atoms] > begin[atoms]
-    number = segment_of(shared_to[atoms])
-    own = np.where(shares, segment_of(end - 1) - number + 1, 1) * (shared_to[atoms] < end)
+    end, own_begin = seen.stop[seen.first[atoms + 1] - 1], walked_to[atoms]
+    shares = own_begin > begin[atoms]
+    number = segment_of(own_begin)
+    own = np.where(shares, segment_of(end - 1) - number + 1, 1) * (own_begin < end)
     each, nth = np.repeat(np.arange(len(atoms)), own), ragged(np.zeros(len(own), np.int64), own)
-    own_start = np.where(nth == 0, shared_to[atoms[each]], segment_start(number[each] + nth))
+    own_start = np.where(nth == 0, own_begin[each], segment_start(number[each] + nth))
     own_stop = np.where(shares[each], segment_start(number[each] + nth + 1), end[each])
-    start = np.concatenate((start, own_start))
-    stop = np.concatenate((stop, np.minimum(own_stop, end[each])))
-    is_shared = np.arange(len(start)) < len(atom)
-    atom = np.concatenate((atom, atoms[each]))
-    count = np.concatenate((count, np.ones(len(each), np.int64)))
-    members = np.concatenate((members, atoms[each]))
+    hands.append(np.where((nth == 0) & (walked_to > shared_to)[atoms[each]], GOES_ON, 0))
+    own_units = (
+        own_start,
+        np.minimum(own_stop, end[each]),
+        atoms[each],
+        atoms[each],
+        np.ones_like(each),
+    )
+    start, stop, atom, members, count = (
+        np.concatenate(parts) for parts in zip(*units, own_units, strict=True)
+    )
+    hand = np.concatenate(hands)
+    is_shared = np.arange(len(start)) < len(start) - len(each)
     # Each row's units in the order of positions.
     order = argsort(start)
     members = members[ragged(before(count)[order], count[order])]
     unit = np.repeat(np.arange(len(order)), count[order])
     num_rows = np.bincount(unit, seen.rows[members], len(order)).astype(np.int64)
     rows = ragged(seen.bounds[members], seen.rows[members])
-    start, stop, atom, shared = (one[order] for one in (start, stop, atom, is_shared))
-    return _Units(start, stop, atom, shared, rows, before(num_rows), num_rows)
+    start, stop, atom, shared, hand = (x[order] for x in (start, stop, atom, is_shared, hand))
+    return _Units(start, stop, atom, shared, hand, rows, before(num_rows), num_rows)
+
+
+def _handed(
+    seen: _Seen, atoms: np.ndarray, walked_to: np.ndarray, tokens: int, few: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Units as `_shared` has them, of what more than `few` of some atoms, single rows, see of the
+    next `tokens` of a segment; these have been walked then, and more is left of it."""
+    begin = walked_to[atoms]
+    to = begin + tokens
+    more = seen.stop[seen.first[atoms + 1] - 1]
+    inside = (to < segment_start(segment_of(begin) + 1)) & (to < more)
+    atoms, begin, to = atoms[inside], begin[inside], to[inside]
+    pair = np.searchsorted(seen.atom * _ATOM + seen.stop, atoms * _ATOM + to - 1, "right")
+    _, number, count = np.unique(
+        seen.kind[pair] * _ATOM + to, return_inverse=True, return_counts=True
+    )
+    order = argsort(number)
+    order = order[count[number[order]] > few]
+    walked_to[atoms[order]] = to[order]
+    first = order[before(count[count > few])]
+    return begin[first], to[first], atoms[first], atoms[order], count[count > few]
 
 
 def _shared(
@@ -266,16 +313,18 @@ def _draft(
     block_n: int,
     tile_rows: tuple[int, ...],
     cut_few: bool,
-    hands: np.ndarray,
+    at_a_time: np.ndarray,
     share: bool,
+    num_kv_heads: int,
 ) -> tuple[Draft, int]:
     """The items, and how often they may grow.
 
-    cut_few: items of the first of several tiles are cut into segments. hands: items of one KV head
-    and each tile that run at a time; 0: none of these is cut.
+    cut_few: items of the first of several tiles are cut into segments. at_a_time: items of one KV
+    head and each tile that run at a time; 0: none of these is cut.
     """
     most_rows, several = tile_rows[-1], len(tile_rows) > 1
-    units = _units(seen, (seen.rows < most_rows) & share)
+    few_rows = tile_rows[0] if cut_few and share else None
+    units = _units(seen, (seen.rows < most_rows) & share, block_n, few_rows)
     # Blocks of rows that fit a tile.
     count = -(-units.num_rows // most_rows)
     unit = np.repeat(np.arange(len(count)), count)
@@ -298,8 +347,7 @@ def _draft(
     tile = np.searchsorted(np.array(tile_rows), num_rows)
     apart = (tile == 0) & cut_few
     kind = np.where(apart, tile, np.maximum(tile, several))
-    walked = LONG * np.bincount(kind, tiles, len(tile_rows))
-    fair = (walked / hands)[kind] if hands.all() else np.inf
+    fair = (LONG * tiles.sum() / at_a_time)[kind] if at_a_time.all() else np.inf
     folds = start == seen.start[seen.first[atom]]
     is_cut = folds & (apart | (tiles > fair))
     length = np.maximum(np.minimum(fair, tiles), 1).astype(np.int64) * block_n
@@ -314,16 +362,19 @@ def _draft(
     to = np.minimum(np.where(nth == 0, cut[block], segment_start(number)), stop[block])
     walks = _walks(plan, seen, atom[block], from_, to, shared[block], skip[block], newest[block])
     walked = -(-to // block_n) - from_ // block_n
-    few = (tile[block] == 0) & (segment_of(from_) == segment_of(to - 1))
+    hands = np.where(nth == 0, units.hand[unit][block], 0)
+    leaves = hands == LEAVES
+    few = (tile[block] == 0) & (segment_of(from_) == segment_of(to - 1)) & ~leaves
     kind = np.where(few, 0, np.maximum(tile[block], several))
+    turn = 3 * kind + np.where(leaves, 0, 1 + (hands == GOES_ON))
     most = int(walked.max(initial=0))
     rows = units.rows[ragged(row_start[block], num_rows[block])]
-    parts, alone = parts_of(plan, rows)
+    parts, alone = parts_of(plan, rows[~np.repeat(leaves, num_rows[block])])
     draft = Draft(
         kind=kind,
         count=num_rows[block],
         walks=walks,
-        order=argsort(most - walked + kind * (most + 1)),
+        order=argsort(most - walked + turn * (most + 1)),
         queues=np.zeros((0, 4), np.int32),
         split=(int(np.count_nonzero(kind == 1)), 0),
         rows=rows,
@@ -333,6 +384,8 @@ def _draft(
         num_wide=int(np.count_nonzero(kind)),
         wide_tokens=0,
         last_ns=0.0,
+        hands=hands if leaves.any() else None,
+        leaving=int(np.count_nonzero(leaves)) * num_kv_heads,
     )
     # A row's own last segment may be filled up, an item that began with its first goes on.
     grows = (num_rows[block] == 1) & ~shared[block] & (to == stop[block])

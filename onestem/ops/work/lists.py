@@ -29,14 +29,16 @@ QUEUE, GRID_QUEUE = 14, 13
 NUM_NARROW, NUM_WIDE, NUM_MERGES = range(3)
 AT_WALK, AT_ROWS, AT_DEST, AT_MERGES, AT_PAGES, AT_POSITIONS, WINDOW = range(3, 10)
 SPLIT, AT_RECORDS = 10, 12
+LEFT = 11  # where kernels on the grid count the works that have left their states
 # Words of a record, of a walk entry and of a merge.
-KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED = range(6)
+KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED, HANDED, AWAITED = range(8)
 FIRST_ENTRY = 8
 # Words of a queue, where a record has none that programs with queues read; the others are those of
 # its first item's record, so that a program reads both at once.
 QUEUE_HEAD, QUEUE_START, QUEUE_STOP, QUEUE_FEW = 0, 6, 7, 15
 LO, CLEAR_LO, CLEAR_HI, HI, END, STEP, POSITION = range(7)
 MERGED_ROW, FIRST_STATE, NUM_PARTS = range(3)
+LEAVES, GOES_ON = 1, 2  # `Hand` in csrc/attention.h
 
 SIMILAR = 8  # steps whose rows and tokens differ by at most this part keep a `Choice`
 KEPT_LISTS = 16  # work lists made with a choice before it is compared again
@@ -61,7 +63,9 @@ class WorkList:
             a copy of its first item's record.
         records: `[num_items, 16]`. Words 0 to 5: index of its tile, number of rows, their start in
             `rows`, number of walk entries, start of the second in `walk`, and whether its rows have
-            other items: none (0), all (1) or some (2). Words 8 to 15: its first entry.
+            other items: none (0), all (1) or some (2). On the grid words 6 and 7: one more than
+            the state that its row goes on from, or -1 where it leaves such; how many works leave
+            some, all of which come first. Words 8 to 15: its first entry.
         walk: `[num_more_entries, 8]`: lo, clear_lo, clear_hi, hi, end, step, position, 0. They
             count in slots of the list of pages: token t of a run is at x = base + t, in page
             `pages[x // page_size]`. Row j of the item sees lo <= x < min(hi, end + j * step),
@@ -368,6 +372,8 @@ class Draft:
         walked: tokens that items walk.
         num_wide: as in `WorkList`; wide_tokens: tokens that those items walk.
         last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
+        hands: of each item, whether it `LEAVES` or `GOES_ON`; None: no item does.
+        leaving: how many works leave states.
     """
 
     kind: np.ndarray
@@ -383,11 +389,20 @@ class Draft:
     num_wide: int
     wide_tokens: int
     last_ns: float
+    hands: np.ndarray | None = None
+    leaving: int = 0
 
     @property
     def num_states(self) -> int:
         """Partial states: parts that are no row's result."""
-        return int(self.parts[~self.alone].sum())
+        return int(self.parts[~self.alone].sum()) + int(np.count_nonzero(self.leaves))
+
+    @property
+    def leaves(self) -> np.ndarray:
+        """bool: which of `rows` leave their state to another item."""
+        if self.hands is None:
+            return np.zeros(len(self.rows), bool)
+        return np.repeat(self.hands == LEAVES, self.count)
 
     @property
     def most_parts(self) -> int:
@@ -457,7 +472,17 @@ def listed(
     place_of_item = np.empty(len(head), np.int64)
     place_of_item[order] = np.arange(len(head))
     place = np.where(more, np.cumsum(more) - 1, place_of_item[walks.item])
-    dest, merges = _merges(plan.rows_of(draft.rows), draft, num_rows)
+    leaves = draft.leaves
+    dest = np.full(len(leaves), -1, np.int32)
+    dest[~leaves], merges = _merges(plan.rows_of(draft.rows[~leaves]), draft, num_rows)
+    if draft.hands is not None:
+        dest[leaves] = draft.num_states - np.arange(np.count_nonzero(leaves)) - 1
+        handed = np.full(plan.num_rows, -1)
+        handed[draft.rows[leaves]] = dest[leaves]
+        first = handed[draft.rows[before(count)]] + 1
+        hands = draft.hands[:, None] == [LEAVES, GOES_ON]
+        records[:, HANDED] = np.select(list(hands.T), [-1, first])
+        records[:, AWAITED] = draft.leaving
     if len(head):
         partial = np.add.reduceat(dest >= 0, before(count), dtype=np.int64)
         records[:, SHARED] = np.where(partial == count, 1, np.where(partial > 0, 2, 0))

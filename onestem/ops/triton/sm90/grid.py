@@ -258,6 +258,9 @@ def _walk(control, record, head, q, k, v, out, lse, part_out, part_top, part_wei
     _store(
         state, row, dest, j < num_rows, head, out, lse, part_out, part_top, part_weights, FORM
     )  # fmt: skip
+    if gl.load(record + W.HANDED) < 0:
+        barrier()  # all threads have stored
+        gl.atomic_add(control + W.LEFT, 1)
 
 
 @gluon.jit
