@@ -36,13 +36,15 @@ class Staging:
     @staticmethod
     def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Staging:
         """One for a device; on a CPU, memory of its own."""
-        here = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         if device.type != "cuda":
+            here = torch.zeros(shape, dtype=dtype, device="cpu")
             return Staging(here, here.numpy(), None)
-        data, kind = (here.data_ptr(), False), f"<i{here.itemsize}"
-        array = {"shape": shape, "typestr": kind, "data": data, "version": 3}
-        memory = SimpleNamespace(kept=here, __cuda_array_interface__=array)
-        seen = torch.as_tensor(memory, device=device)
+        with torch.cuda.device(device):  # else the memory is taken for another GPU's, and copied
+            here = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+            data, kind = (here.data_ptr(), False), f"<i{here.itemsize}"
+            array = {"shape": shape, "typestr": kind, "data": data, "version": 3}
+            memory = SimpleNamespace(kept=here, __cuda_array_interface__=array)
+            seen = torch.as_tensor(memory, device=device)
         assert seen.data_ptr() == here.data_ptr()
         return Staging(seen, here.numpy(), torch.cuda.Event())
 
