@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onestem.bench import BatchCase
+from onestem.models.config import ModelConfig
 from onestem.shapes import find_shape
 from onestem_lab.cases import prompts_of
 from onestem_lab.peers.runners.job import Group, Job
@@ -50,20 +50,19 @@ class Case:
         )
 
     @property
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((find_shape(self.shape) / "config.json").read_text())
-        return config
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_directory(find_shape(self.shape))
 
     def job(self, *, model: Path, dtype: str, threads: int, outputs: Path, seed: int = 0) -> Job:
         """The job without settings."""
         config = self.config
-        prompts = self._prompts(config["vocab_size"], seed)
+        prompts = self._prompts(config.vocab_size, seed)
         token_bytes = kv_bytes_per_token(config, dtype)
         kv_tokens = self._kv_tokens(token_bytes)
         return Job(
             model=str(model),
             dtype=dtype,
-            vocab_size=config["vocab_size"],
+            vocab_size=config.vocab_size,
             prompts=prompts,
             groups=self._groups(prompts),
             output_tokens=self.output,
@@ -101,10 +100,8 @@ class Case:
         return max(int(self.kv_share * self.groups * self.prefix), least)
 
 
-def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-    return values * (4 if dtype == "float32" else 2)
+def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
+    return config.kv_values_per_token * (4 if dtype == "float32" else 2)
 
 
 def _cases() -> dict[str, Case]:
@@ -123,11 +120,13 @@ def _cases() -> dict[str, Case]:
         },
     }
     kinds["60x8-sorted"] = {**kinds["60x8"], "order": "sorted"}
-    return {
+    cases = {
         f"{shape}-{name}": Case(shape, **sizes)
         for name, sizes in kinds.items()
         for shape in ("0.1b", "0.5b")
     }
+    # Of layers with states: peers but transformers do not read it.
+    return {**cases, "qwen3.5-0.8b-4x16": Case("qwen3.5-0.8b", **kinds["4x16"])}
 
 
 CASES = _cases()

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from onestem.models.config import ModelConfig
 from onestem_lab.peers.cases import kv_bytes_per_token
 from onestem_lab.peers.engines import Bench
 from onestem_lab.peers.runners.job import Group, Job
@@ -26,7 +27,9 @@ from onestem_lab.peers.weights import write_weights
 
 STEP_TOKENS = 512
 
-# Grouped-query heads in both, so that a mistaken order of K's rows shows; one of them tied.
+STATES = "qwen3_5_text"  # has recurrent states; transformers alone is asked, with nothing padded
+
+# Grouped-query heads in all, so that a mistaken order of K's rows shows; some of them tied.
 COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -43,9 +46,20 @@ COMMON: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    STATES: {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
 }
 GROUPS = ((40, 5), (40, 3), (17, 4), (0, 6), (33, 1))  # prefix tokens, requests
 KV_TOKENS = (100_000, 256)  # ample; and less than half of what the job has
+OWN = 30
 OUTPUT = 12
 
 
@@ -73,7 +87,7 @@ def _differences(
     if "error" in bench.run("onestem", {}, keep=True):
         return 1
     wrong = 0
-    for engine in engines:
+    for engine in engines if kind != STATES else {"transformers"}.intersection(engines):
         for settings in _small(sweep(engine, "float32")):
             run = bench.run(engine, settings, keep=True)
             same = run.get("agreement", {}).get("requests", 0.0)
@@ -99,7 +113,7 @@ def _job(kind: str, kv_tokens: int, work: Path) -> Job:
     config = {**COMMON, **MODELS[kind], "model_type": kind}
     (model / "config.json").write_text(json.dumps(config))
     write_weights(model, "float32")
-    prompts, groups = _prompts(config["vocab_size"])
+    prompts, groups = _prompts(config["vocab_size"], (OWN, OWN + 1) if kind == STATES else (1, OWN))
     return Job(
         model=str(model),
         dtype="float32",
@@ -108,15 +122,15 @@ def _job(kind: str, kv_tokens: int, work: Path) -> Job:
         groups=groups,
         output_tokens=OUTPUT,
         kv_tokens=kv_tokens,
-        kv_bytes=kv_tokens * kv_bytes_per_token(config, "float32"),
+        kv_bytes=kv_tokens * kv_bytes_per_token(ModelConfig.from_directory(model), "float32"),
         threads=2,
         settings={},
         outputs="",
     )
 
 
-def _prompts(vocab_size: int) -> tuple[list[list[int]], list[Group]]:
-    """Prompts of all groups, shuffled; their own parts are 1 to 29 tokens long."""
+def _prompts(vocab_size: int, own: tuple[int, int]) -> tuple[list[list[int]], list[Group]]:
+    """Prompts of all groups, shuffled; their own parts are of `own` tokens, from and below."""
     rng = np.random.default_rng(1)
     of_group: list[int] = []
     prompts: list[list[int]] = []
@@ -124,7 +138,7 @@ def _prompts(vocab_size: int) -> tuple[list[list[int]], list[Group]]:
         prefix = rng.integers(0, vocab_size, prefix_tokens).tolist()
         for _ in range(members):
             of_group.append(group)
-            prompts.append(prefix + rng.integers(0, vocab_size, rng.integers(1, 30)).tolist())
+            prompts.append(prefix + rng.integers(0, vocab_size, rng.integers(*own)).tolist())
     order = rng.permutation(len(prompts)).tolist()
     groups = [
         Group(prefix_tokens, tuple(at for at, i in enumerate(order) if of_group[i] == group))

@@ -8,10 +8,12 @@ prints the two rates of this machine.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from onestem.models.config import ModelConfig
+from onestem.models.tensors import Kind, Tensors
 from onestem_lab.peers.cases import kv_bytes_per_token
 from onestem_lab.peers.runners.job import Job
 
@@ -31,8 +33,10 @@ class Floor:
     """Of any engine that computes and stores each distinct token once.
 
     `flops` counts the two products of attention over what each row sees, so sharing saves none
-    there. `bytes` counts, for each of the `output_tokens` steps that must follow each other, all
-    weights once and every distinct token's keys and values once.
+    there, and three with a recurrent state for each row (6 FLOP for each of its 4 bytes). `bytes`
+    counts, for each of the `output_tokens` steps that must follow each other, all
+    weights once and every distinct token's keys and values once; and each request's recurrent state
+    twice, which is written again.
     """
 
     flops: float
@@ -43,28 +47,28 @@ class Floor:
         return {"flops": flops, "bytes": memory, "floor": max(flops, memory)}
 
 
-def floor(config: dict[str, Any], job: Job) -> Floor:
+def floor(config: ModelConfig, job: Job) -> Floor:
     layer_weights, head_weights = _weights(config)
     prompt_rows = _distinct_prompt_tokens(job)
     requests, steps = len(job.prompts), job.output_tokens
     rows = prompt_rows + requests * (steps - 1)
-    head_size = config["hidden_size"] // config["num_attention_heads"]
-    per_pair = 4 * config["num_hidden_layers"] * config["num_attention_heads"] * head_size
+    sizes = [one.head_dim for i, one in enumerate(config.heads) if not config.has_state(i)]
     flops = 2.0 * layer_weights * rows + 2.0 * head_weights * requests * steps
-    flops += float(per_pair) * _pairs(job)
+    flops += 4.0 * config.num_q_heads * sum(sizes) * _pairs(job)
     token_bytes = kv_bytes_per_token(config, job.dtype)
     itemsize = 4 if job.dtype == "float32" else 2
     kv_reads = prompt_rows * (steps - 1) + requests * steps * (steps - 1) // 2
     num_bytes = float(itemsize) * (layer_weights + head_weights) * steps
+    if config.delta is not None:
+        flops += 1.5 * config.delta.state_bytes(0) * rows
+        num_bytes += 2.0 * config.delta.state_bytes(itemsize) * requests * (steps - 1)
     return Floor(flops, num_bytes + float(token_bytes) * (kv_reads + rows))
 
 
-def _weights(config: dict[str, Any]) -> tuple[int, int]:
+def _weights(config: ModelConfig) -> tuple[int, int]:
     """Elements of all layers' matrices, and of the head."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner
-    return config["num_hidden_layers"] * layer, config["vocab_size"] * hidden
+    matrices = [math.prod(one.shape) for one in Tensors(config) if one.kind is Kind.MATRIX]
+    return sum(matrices), config.vocab_size * config.hidden_size
 
 
 def _distinct_prompt_tokens(job: Job) -> int:

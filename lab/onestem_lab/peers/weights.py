@@ -30,8 +30,9 @@ def write_weights(directory: Path, dtype: str) -> None:
     """Make model.safetensors for the config.json in a directory.
 
     Normal values: a matrix keeps the size of what it multiplies (deviation 1 / sqrt(inputs)),
-    embedding and biases have a deviation of 0.02; norms are 1. With 0.02 throughout, tied
-    embeddings make every model repeat its last token, and equal answers would say nothing.
+    embedding and biases have a deviation of 0.02; norms and vectors of heads are 1. With 0.02
+    throughout, tied embeddings make every model repeat its last token, and equal answers would say
+    nothing.
     """
     import torch
     from safetensors.torch import save_file
@@ -41,11 +42,14 @@ def write_weights(directory: Path, dtype: str) -> None:
 
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for spec in Tensors(ModelConfig.from_directory(directory)):
-        is_matrix = spec.kind in (Kind.MATRIX, Kind.HEAD)
-        deviation = spec.shape[1] ** -0.5 if is_matrix else 0.02
+    config = ModelConfig.from_directory(directory)
+    for spec in Tensors(config):
+        is_matrix = spec.kind in (Kind.MATRIX, Kind.HEAD, Kind.FILTER)
+        deviation = spec.shape[-1] ** -0.5 if is_matrix else 0.02
         tensor = torch.ones(spec.shape)
-        if spec.kind is not Kind.NORM:
+        if spec.kind is Kind.NORM:
+            tensor -= config.norm_offset
+        elif spec.kind is not Kind.VECTOR:
             tensor.normal_(0.0, deviation, generator=generator)
         tensors[spec.name] = tensor.to(getattr(torch, dtype))
     partial = directory / "model.partial"

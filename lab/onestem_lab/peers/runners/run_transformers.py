@@ -1,8 +1,9 @@
 """transformers: batched `generate` with PyTorch's scaled_dot_product_attention.
 
-What a careful user does: each prefix is computed once, its keys and values are copied to the
-prompts that begin with it, and their own tokens are padded on the left. Prompts whose prefixes are
-equally long share a batch. Settings: batch_size, cache (dynamic or static).
+What a careful user does: each prefix is computed once, its keys and values, and states of linear
+attention, are copied to the prompts that begin with it, and their own tokens are padded on the
+left. Prompts whose prefixes are equally long share a batch. Settings: batch_size, cache (dynamic or
+static).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 from job import Group, Job, main
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
-LayerKv = list[tuple[Tensor, Tensor]]  # of each layer, [batch, num_kv_heads, tokens, head_dim]
+# Of each layer keys and values, [batch, num_kv_heads, tokens, head_dim], or the inputs of its
+# convolution and recurrent states, [batch, ..].
+LayerKv = list[tuple[Tensor, Tensor]]
 
 
 class Transformers:
@@ -31,6 +34,7 @@ class Transformers:
         ).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
+        self.kinds = getattr(self.model.config, "layer_types", None) or ()
         self.held: dict[Group, LayerKv] = {}
 
     @torch.inference_mode()
@@ -66,6 +70,8 @@ class Transformers:
         prefix_tokens = batch[0][0].prefix_tokens
         rows = [job.prompts[member] for _, members in batch for member in members]
         width = max(map(len, rows))
+        if min(map(len, rows)) < width and "linear_attention" in self.kinds:
+            raise ValueError("padding would enter recurrent states: expected prompts of one length")
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(rows):
@@ -94,17 +100,21 @@ class Transformers:
         if batch[0][0].prefix_tokens == 0:
             return cache
         prefixes = [self._prefix(job, group) for group, _ in batch]
-        for layer in range(config.num_hidden_layers):
-            k, v = (
+        for index, layer in enumerate(cache.layers):
+            one, other = (
                 torch.cat(
                     [
-                        prefix[layer][side].expand(len(members), -1, -1, -1)
+                        prefix[index][side].expand(len(members), *prefix[index][side].shape[1:])
                         for prefix, (_, members) in zip(prefixes, batch, strict=True)
                     ]
                 )
                 for side in (0, 1)
             )
-            cache.update(k, v, layer)
+            if isinstance(layer, LinearAttentionLayer):
+                layer.update_conv_state(one)
+                layer.update_recurrent_state(other)
+            else:
+                layer.update(one, other)
         # Only the last group can go on in the next batch.
         self.held = {batch[-1][0]: prefixes[-1]}
         return cache
@@ -115,7 +125,13 @@ class Transformers:
         ids = torch.tensor([job.prompts[group.members[0]][: group.prefix_tokens]])
         cache = DynamicCache(config=self.model.config)
         self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return [(layer.keys, layer.values) for layer in cache.layers]
+        return [_tensors(layer) for layer in cache.layers]
+
+
+def _tensors(layer: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, LinearAttentionLayer):
+        return layer.conv_states[0], layer.recurrent_states[0]
+    return layer.keys, layer.values
 
 
 def load(job: Job) -> Transformers:
