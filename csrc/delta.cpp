@@ -56,13 +56,23 @@ class Items {
 
 void convolve(const KernelsOf& kernels, const ConvCall& call, int64_t rows, int32_t element_bytes,
               int32_t threads) {
-  const int64_t pieces = (call.channels + kChannels - 1) / kChannels;
   const int64_t bytes = rows * call.channels * element_bytes * 2;
+  const auto run = [&](const ConvCall& some, int64_t first, int64_t last) {
+    // Where rows' inputs are, and zeros.
+    const size_t scratch = (call.width - 1 + kConvRows) * sizeof(void*) + (last - first) * element_bytes;
+    kernels.causal_conv(some, first, last, t_scratch.take(scratch));
+  };
+  if (rows <= call.num_parts) {  // states are most of the memory: each in one piece
+    return over_rows(call.num_parts, bytes, threads, [&](int64_t begin, int64_t end) {
+      ConvCall some = call;
+      some.parts += begin;
+      some.num_parts = end - begin;
+      run(some, 0, call.channels);
+    });
+  }
+  const int64_t pieces = (call.channels + kChannels - 1) / kChannels;
   over_rows(pieces, bytes, threads, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kChannels, last = std::min(end * kChannels, call.channels);
-    // Where a row's inputs are, and zeros.
-    const size_t scratch = call.width * sizeof(void*) + (last - first) * element_bytes;
-    kernels.causal_conv(call, first, last, t_scratch.take(scratch));
+    run(call, begin * kChannels, std::min(end * kChannels, call.channels));
   });
 }
 

@@ -11,6 +11,9 @@ struct Part {
   int32_t first, count, position, source, target;
 };
 
+// The width of all models, and rows that are computed at once: they share weights and inputs.
+constexpr int32_t kConvWidth = 4, kConvRows = 4;
+
 // `wide_weight`: the weight is float32, whatever rows are.
 struct ConvCall {
   const Part* parts;

@@ -321,6 +321,32 @@ class DeltaRows {
   int32_t lines_ = 0, each_ = 0;
 };
 
+// ROWS rows from `out` on, of channels 0..count-1: row r from taps r..r+WIDTH-1.
+template <int WIDTH, int ROWS, class T, class W>
+void convolve_rows(const T* const* taps, const W* weight, int64_t channels, int64_t count, T* out) {
+  for_vectors(count, [&](int64_t d, int32_t n) {
+    vf factors[WIDTH], inputs[WIDTH - 1 + ROWS];
+    for (int i = 0; i < WIDTH; ++i) factors[i] = get(weight + i * channels + d, n);
+    for (int i = 0; i < WIDTH - 1 + ROWS; ++i) inputs[i] = get(taps[i] + d, n);
+    for (int r = 0; r < ROWS; ++r) {
+      vf total = zeros();
+      for (int i = 0; i < WIDTH; ++i) total = fma(factors[i], inputs[r + i], total);
+      put(out + r * channels + d, silu(total), n);
+    }
+  });
+}
+
+template <class T, class W>
+void convolve_row(const T* const* taps, const W* weight, const ConvCall& call, int64_t count, T* out) {
+  for_vectors(count, [&](int64_t d, int32_t n) {
+    vf total = zeros();
+    for (int32_t i = 0; i < call.width; ++i) {
+      total = fma(get(weight + i * call.channels + d, n), get(taps[i] + d, n), total);
+    }
+    put(out + d, silu(total), n);
+  });
+}
+
 // Channels begin..end-1 of all parts.
 template <class T, class W>
 void causal_conv_of(const ConvCall& call, int64_t begin, int64_t end, char* scratch) {
@@ -328,7 +354,7 @@ void causal_conv_of(const ConvCall& call, int64_t begin, int64_t end, char* scra
   const int64_t channels = call.channels, count = end - begin;
   const W* weight = static_cast<const W*>(call.weight) + begin;
   const T** taps = reinterpret_cast<const T**>(scratch);
-  T* none = reinterpret_cast<T*>(taps + call.width);
+  T* none = reinterpret_cast<T*>(taps + keep + kConvRows);
   __builtin_memset(none, 0, static_cast<size_t>(count) * sizeof(T));
   for (int64_t p = 0; p < call.num_parts; ++p) {
     const Part& part = call.parts[p];
@@ -340,16 +366,17 @@ void causal_conv_of(const ConvCall& call, int64_t begin, int64_t end, char* scra
       if (row >= 0) return x + row * call.stride;
       return part.source < 0 ? none : before + (keep + row) * channels;
     };
-    for (int64_t row = 0; row < part.count; ++row) {
+    for (int64_t row = 0, rows; row < part.count; row += rows) {
+      rows = call.width == kConvWidth && part.count - row >= kConvRows ? kConvRows : 1;
       T* out = static_cast<T*>(call.out) + (part.first + row) * channels + begin;
-      for (int32_t i = 0; i <= keep; ++i) taps[i] = input(row - keep + i);
-      for_vectors(count, [&](int64_t d, int32_t n) {
-        vf total = zeros();
-        for (int32_t i = 0; i <= keep; ++i) {
-          total = fma(get(weight + i * channels + d, n), get(taps[i] + d, n), total);
-        }
-        put(out + d, silu(total), n);
-      });
+      for (int64_t i = 0; i < keep + rows; ++i) taps[i] = input(row - keep + i);
+      if (rows == kConvRows) {
+        convolve_rows<kConvWidth, kConvRows>(taps, weight, channels, count, out);
+      } else if (call.width == kConvWidth) {
+        convolve_rows<kConvWidth, 1>(taps, weight, channels, count, out);
+      } else {
+        convolve_row(taps, weight, call, count, out);
+      }
     }
     // In this order none is overwritten that is still to be read where source and target are one.
     T* after = states + int64_t{part.target} * keep * channels;

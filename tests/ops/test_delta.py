@@ -77,6 +77,7 @@ MIXED = rows_of(
     (2 * CHUNK, 128, 7, 7),
     (70, 63, 8, 8),
 )
+DECODES = rows_of((1, 700, 0, 0), (1, 64, 1, 2), (1, 0, -1, 3), (0, 0, -1, -1), (1, 9, 4, 4))
 SLOTS = 10
 
 
@@ -217,14 +218,17 @@ def test_a_table_may_be_filled_again(name: str) -> None:
 
 @every_ops
 @every_dtype
-@pytest.mark.parametrize("channels", [7, 96])
-def test_causal_conv(name: str, dtype: torch.dtype, channels: int) -> None:
-    rows = int(MIXED.count.sum())
+@pytest.mark.parametrize(("channels", "width"), [(7, 4), (96, 4), (20, 3)])
+@pytest.mark.parametrize("step", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_causal_conv(
+    name: str, dtype: torch.dtype, channels: int, width: int, step: StateRows
+) -> None:
+    rows = int(step.count.sum())
     x = drawn(rows, channels + 5, dtype=dtype)[:, :channels]
-    weight = drawn(channels, 4, dtype=dtype, seed=1)
-    states = drawn(SLOTS, 3, channels, dtype=dtype, seed=2)
-    exact, after = reference_conv(x, weight, states, MIXED)
-    got = OPS[name].causal_conv(x, weight, states, MIXED)
+    weight = drawn(channels, width, dtype=dtype, seed=1)
+    states = drawn(SLOTS, width - 1, channels, dtype=dtype, seed=2)
+    exact, after = reference_conv(x, weight, states, step)
+    got = OPS[name].causal_conv(x, weight, states, step)
     assert got.dtype == dtype
     assert_near(got, exact)
     assert torch.equal(states.double(), after)
