@@ -18,6 +18,13 @@ from onestem.request import Text
 
 JsonObject = dict[str, Any]
 
+# How errors name a chat's fields, and what they are called here.
+NAMES = {
+    r"stop\b": "stop_sequences",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"response_format\.json_schema": "output_config.format",
+}
+
 # Claude Code begins its system prompt with a line that differs in each request: behind it, nothing
 # would be as in the request before.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -34,6 +41,17 @@ def of_type(*kinds: str, default: str | None = None) -> BeforeValidator:
         return value
 
     return BeforeValidator(checked)
+
+
+def read_chat(chat: Mapping[str, Any], names: Mapping[str, str]) -> Asked:
+    """Read the body of a chat; its errors begin with a field's other name, if it has one."""
+    try:
+        return read_body("chat", chat)
+    except RequestError as error:
+        text = str(error)
+        for name, other in names.items():
+            text = re.sub(rf"\A{name}", other, text)
+        raise RequestError(text) from None
 
 
 class _Cached(Object):
@@ -228,14 +246,14 @@ def read_messages(body: Mapping[str, Any]) -> Asked:
     fields = check(MessagesBody, without_nulls(body))
     kept = ("model", "cache_salt", "timeout", "max_tokens", "stream", "temperature", "top_p",
             "top_k", "seed", "prefix")  # fmt: skip
-    asked = read_body(
-        "chat",
+    asked = read_chat(
         {
             **_conversation(fields),
             **{name: getattr(fields, name) for name in kept},
             "stop": fields.stop_sequences,
             "continue_final_message": _is_begun(fields.messages[-1]) or None,
         },
+        NAMES,
     )
     return replace(
         asked,
@@ -249,7 +267,7 @@ def read_count(body: Mapping[str, Any]) -> tuple[Prompt, str | None]:
     """Read a conversation that is counted, and the model's name; raises `RequestError`."""
     fields = check(CountBody, without_nulls(body))
     asked = {**_conversation(fields), "continue_final_message": _is_begun(fields.messages[-1])}
-    return read_body("chat", asked).prompts[0], fields.model
+    return read_chat(asked, NAMES).prompts[0], fields.model
 
 
 def _is_begun(last: Turn) -> bool:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Discriminator, Field, Tag
 
-from onestem.adapters.messages_read import of_type
+from onestem.adapters.messages_read import of_type, read_chat
 from onestem.adapters.responses_write import Responses
 from onestem.checked import EXPECTED, Object, check, without_nulls
 from onestem.errors import RequestError
-from onestem.openai.read import Asked, read_body
+from onestem.openai.read import Asked
 from onestem.openai.schema import MAX_MESSAGES, MAX_TOOLS, CallFields, ToolName
 from onestem.request import Text
 
@@ -239,6 +239,12 @@ _ECHOED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls
 _SAME = ("model", "cache_salt", "timeout", "stream", "temperature", "top_p", "top_k", "seed",
          "prefix", "prompt_cache_key", "parallel_tool_calls", "chat_template_kwargs")  # fmt: skip
 
+_NAMES = {
+    r"(tools\[\d+\])\.function": r"\1",
+    r"tool_choice\.(function\.name|allowed_tools)": "tool_choice",
+    r"response_format(\.json_schema)?": "text.format",
+}
+
 
 def read_responses(body: Mapping[str, Any], recall: Recall, keep: Keep) -> Asked:
     """Read the body of a call.
@@ -265,7 +271,7 @@ def read_responses(body: Mapping[str, Any], recall: Recall, keep: Keep) -> Asked
     if fields.instructions is not None:
         messages.insert(0, {"role": "system", "content": fields.instructions})
     chat = {name: getattr(fields, name) for name in _SAME}
-    asked = read_body("chat", {**chat, "messages": messages, **_renamed(fields)})
+    asked = read_chat({**chat, "messages": messages, **_renamed(fields)}, _NAMES)
     echo = {name: given[name] for name in _ECHOED if name in given}
     kept = None
     if fields.store is not False:

@@ -169,6 +169,8 @@ def said(role: str, *blocks: dict) -> dict:
         ({"speed": "fast"}, "speed is 'fast'"),
         ({"n": 2}, "unknown field in body: 'n'"),
         ({"temperature": -1}, "temperature is -1"),
+        ({"stop_sequences": [""]}, "stop_sequences[0] is ''"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "no"}}]}, "tools[0].input_schema is"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(changes, message):

@@ -100,6 +100,7 @@ def test_choices_of_tools(choice, mode, names):
 
 
 IMAGE = {"type": "input_image", "image_url": "x"}
+TOOL = {"type": "function", "name": "f"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,9 @@ IMAGE = {"type": "input_image", "image_url": "x"}
         ({"top_logprobs": 3}, "top_logprobs is 3"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
         ({"n": 2}, "unknown field in body: 'n'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name is missing"),
+        ({"tools": [{**TOOL, "parameters": {"type": "no"}}]}, "tools[0].parameters is"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(changes, message):
