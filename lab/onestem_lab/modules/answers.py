@@ -4,8 +4,10 @@
                                           [--shares 0 0.1 0.2 0.3 0.5] [--sets written real]
 
 Eight questions are asked about each choice of three documents (`questions`, `real`), through
-`LLM.chat`. For each share: right answers, those with the whole prompt's text, prompt tokens
-computed. Written to lab/results/modules-answers.json.
+`LLM.chat`. For each share: right answers, those that the whole prompt alone or this share alone has
+(`lost`, `won`), those with the whole prompt's text, by how much less likely its first token is, and
+prompt tokens computed. A share of 1 asks whole prompts again, found in the cache: what that changes
+is the spread of a row. Written to lab/results/modules-answers.json.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from onestem import LLM, SamplingParams
+from onestem.request import Answer
 from onestem_lab.modules import questions, real
 from onestem_lab.results import RESULTS, machine, write
 
 SETS = {"written": questions.questions, "real": real.questions}
-PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=20)
 
 
-def answers(
-    llm: LLM, asked: list[questions.Question], repair: float
-) -> tuple[list[str], int, float]:
-    """Texts, prompt tokens computed, and seconds."""
+def answers(llm: LLM, asked: list[questions.Question], repair: float) -> tuple[list[Answer], float]:
+    """Outputs, and seconds."""
     chats = [
         [
             {"role": "system", "content": questions.SYSTEM},
@@ -47,8 +49,34 @@ def answers(
         continue_final_message=True,
     )
     seconds = time.perf_counter() - began
-    computed = sum(one.metrics.num_computed_tokens for one in outputs)
-    return [one.outputs[0].text for one in outputs], computed, seconds
+    return outputs, seconds
+
+
+def row(
+    asked: list[questions.Question], whole: list[Answer], outputs: list[Answer]
+) -> dict[str, Any]:
+    """What a share's outputs are beside those of whole prompts."""
+    pairs = [(a.outputs[0], b.outputs[0]) for a, b in zip(whole, outputs, strict=True)]
+    right = [
+        (one.judge(its.text), one.judge(mine.text))
+        for one, (its, mine) in zip(asked, pairs, strict=True)
+    ]
+    less = []
+    for its, mine in pairs:
+        assert its.logprobs is not None
+        assert mine.logprobs is not None
+        token, found = its.token_ids[0], mine.logprobs[0]
+        least = min(one.logprob for one in found.values())  # at most that, where it is not shown
+        its_own = its.logprobs[0][token].logprob
+        less.append(its_own - (found[token].logprob if token in found else least))
+    return {
+        "right": sum(mine for _, mine in right),
+        "lost": right.count((True, False)),
+        "won": right.count((False, True)),
+        "equal": sum(its.text == mine.text for its, mine in pairs),
+        "first token, log-probability less": round(fmean(less), 4),
+        "tokens computed": sum(one.metrics.num_computed_tokens for one in outputs),
+    }
 
 
 def main() -> None:
@@ -73,18 +101,14 @@ def main() -> None:
     }
     for name in options.sets:
         asked = list(SETS[name](range(options.prompts)))
-        whole: list[str] = []
+        whole: list[Answer] = []
         rows: dict[str, Any] = {}
         for share in (1.0, *options.shares):
-            texts, computed, seconds = answers(llm, asked, share)
-            whole = whole or texts
-            rows[f"{share:g}"] = {
-                "right": sum(one.judge(text) for one, text in zip(asked, texts, strict=True)),
-                "equal": sum(a == b for a, b in zip(texts, whole, strict=True)),
-                "tokens computed": computed,
-                "seconds": round(seconds, 1),
-            }
-            print(name, len(asked), share, rows[f"{share:g}"], flush=True)
+            outputs, seconds = answers(llm, asked, share)
+            label = "whole" if not whole else f"{share:g}"
+            whole = whole or outputs
+            rows[label] = {**row(asked, whole, outputs), "seconds": round(seconds, 1)}
+            print(name, len(asked), label, rows[label], flush=True)
         result[name] = {"questions": len(asked), "shares": rows}
     write(options.out, result)
 

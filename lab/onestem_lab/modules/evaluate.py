@@ -35,15 +35,15 @@ SETS = {"real": (real.questions, 5), "written": (questions.questions, 1)}
 
 def default_ways() -> Iterator[tuple[str, float, str]]:
     """Way, share and copies of each row of the tables."""
-    for copies in ("anchored", "isolated", "neighbour"):
+    for copies in ("anchored", "isolated", "neighbour", "own", "alike"):
         yield "none", 0.0, copies
     for way in WAYS:
         yield way, 0.2, "anchored"
     for way in ("attention", "attention, last third", "attention, last third, tokens"):
         for share in (0.05, 0.1, 0.15, 0.3, 0.5):
             yield way, share, "anchored"
-    for copies in ("isolated", "neighbour"):
-        yield "attention", 0.2, copies
+    for copies in ("isolated", "neighbour", "own", "alike"):
+        yield "attention, last third", 0.2, copies
     yield "attention", 1.0, "anchored"
 
 

@@ -6,6 +6,7 @@ prefix. The way of choosing is one of `ways.WAYS`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,13 +16,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from onestem_lab.modules.forward import KV, Llama, cut, join
-from onestem_lab.modules.questions import SYSTEM, Document, Question
+from onestem_lab.modules.questions import SYSTEM, Document, Question, document
 from onestem_lab.modules.ways import WAYS, Moved
 
 HEAD = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 TAIL = "{text}<|im_end|>\n<|im_start|>assistant\n{start}"
 END = "<|im_end|>"
 ANSWER_TOKENS = 8
+ALIKE = f"Zoe\n{document(random.Random('alike'), 'Zoe', 250).text}\n\n"
 
 
 class Answer(NamedTuple):
@@ -44,7 +46,8 @@ class Prompt(NamedTuple):
 
 class Research:
     """Answers of a model in a folder. `copies` says how modules are computed that are not the
-    first: `anchored` after the head, `isolated` alone, `neighbour` after another document."""
+    first: `anchored` after the head, `isolated` alone, `neighbour` after another document, `own`
+    after itself, `alike` after one that no question is about."""
 
     def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32):
         self.model = Llama(folder, device, dtype)
@@ -90,6 +93,8 @@ class Research:
             "anchored": [self.head] * len(texts),
             "isolated": [list[int]()] * len(texts),
             "neighbour": [self.head + text for text in [*texts[1:], texts[0]]],
+            "own": [self.head + text for text in texts],
+            "alike": [self.head + self.encode(ALIKE)] * len(texts),
         }[copies]
         parts = [self.compute(self.head + texts[0])]
         for text, front in list(zip(texts, before))[1:]:
