@@ -83,7 +83,6 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
         check_deterministic(options, config)
-        check_states(options, config)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -160,17 +159,19 @@ def _keep_below(engine: Engine, path: Path) -> None:
     options, disk, identity = engine.options, None, ""  # of one process, unless there are files
     size = options.tensor_parallel_size
     host = parse_memory(options.host_kv) // size
-    piece = PIECE_TOKENS * engine.weights.decoder.kv_bytes_per_token
+    decoder = engine.weights.decoder
+    piece = PIECE_TOKENS * decoder.kv_bytes_per_token + decoder.state_bytes
     if parse_memory(options.host_kv) > ram_bytes():
         have = f"this machine has {ram_bytes() / GIB:.1f} GiB"
         raise ConfigError(f"host_kv is {options.host_kv}, {have}: lower it")
     sizes = {"disk_kv_size": options.disk_kv_size}
     if options.disk_kv is None:  # reading files takes more host memory anyway
         sizes = {"host_kv": options.host_kv}
+    state = " and a recurrent state" * (decoder.state_bytes > 0)
     for name, given in sizes.items():
         if 0 < parse_memory(given) < size * piece:
             raise ConfigError(
-                f"{name} is {given}, and {PIECE_TOKENS} tokens, which are kept together, "
+                f"{name} is {given}, and {PIECE_TOKENS} tokens{state}, which are kept together, "
                 f"take {size * piece} bytes: give at least these, or 0"
             )
     row_seconds = None
@@ -179,8 +180,8 @@ def _keep_below(engine: Engine, path: Path) -> None:
         most = parse_memory(options.disk_kv_size)
         disk = DiskStore(Path(options.disk_kv), most, identity, size=size)
         # What is read for a request must stay until it is admitted.
-        token = engine.weights.decoder.kv_bytes_per_token
-        host = max(host, min(READ_MEMORY // size, 4 * engine.max_model_len * token))
+        request = engine.max_model_len * decoder.kv_bytes_per_token + decoder.state_bytes
+        host = max(host, min(READ_MEMORY // size, 4 * request))
         if options.device.startswith("cuda"):  # where reading has to beat computing
             row_seconds = warm_up(engine, SHARES[:1])
     engine.keep_below(identity, host=HostStore(host) if host > 0 else None, disk=disk)
@@ -303,19 +304,6 @@ def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
         if is_so:
             raise UnsupportedError(
                 f"{what}, which cannot be deterministic yet: {way_out}, or leave deterministic out"
-            )
-
-
-def check_states(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise `UnsupportedError` for options that recurrent states do not go with."""
-    if config.delta is None:
-        return
-    for name in ("host_kv", "disk_kv"):
-        value = getattr(options, name)
-        if parse_memory(value) if name == "host_kv" else value is not None:
-            raise UnsupportedError(
-                f"{name} is {value}, and {config.architecture} keeps recurrent states, which are "
-                f"not copied below KV memory yet: leave {name} out"
             )
 
 

@@ -2,7 +2,8 @@
 
 What a token's keys and values are depends on all tokens before it. So a piece is named by a digest
 of the chain from the root: the model, the labels and the tokens. A run that leaves KV memory is cut
-into pieces at fixed indices, so that the same tokens have the same pieces in every process.
+into pieces at fixed indices, so that the same tokens have the same pieces in every process. The
+recurrent state after a token is named as the piece is that begins at such an index and ends there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PIECE_TOKENS = 512
 
 LOOKED_AT = 16  # pieces of which only the beginning may fit
 NO_TOKENS = np.zeros(0, np.int32)
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-(\d{1,9})")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-(\d{1,9})(-state)?")
 
 
 class Piece(NamedTuple):
@@ -33,16 +34,23 @@ class Piece(NamedTuple):
     Attributes:
         parent, key: the chain's digests before them, with their label, and after them.
         num_tokens: how many they are.
+        is_state: what is stored is the recurrent state after them.
     """
 
     parent: str
     key: str
     num_tokens: int
+    is_state: bool = False
 
     @property
     def name(self) -> str:
         """Its name in every store."""
-        return f"{self.parent}-{self.key}-{self.num_tokens}"
+        return f"{self.parent}-{self.key}-{self.num_tokens}{'-state' * self.is_state}"
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens whose keys and values are stored; 0 of a state."""
+        return 0 if self.is_state else self.num_tokens
 
     @classmethod
     def from_name(cls, name: str) -> Self | None:
@@ -50,7 +58,7 @@ class Piece(NamedTuple):
         found = _NAME.fullmatch(name)
         if found is None or not 0 < int(found[3]) <= PIECE_TOKENS:
             return None
-        return cls(found[1], found[2], int(found[3]))
+        return cls(found[1], found[2], int(found[3]), found[4] is not None)
 
 
 def storable(stretches: Sequence[Stretch], end: int) -> int:
@@ -124,6 +132,11 @@ class Chain:
     def piece(self, first: int, end: int) -> Piece:
         """The piece of tokens first..end-1, which have one label."""
         return Piece(self.parent(first), self.key(end), end - first)
+
+    def state(self, end: int) -> Piece:
+        """The recurrent state after the first `end` tokens, one at least."""
+        first = piece_start(end - 1)
+        return Piece(self.parent(first), self.key(end), end - first, is_state=True)
 
 
 def _said(label: Label) -> bytes:
@@ -214,6 +227,18 @@ class PieceIndex:
                 break
         return best
 
+    def states(self, chain: Chain, first: int, end: int) -> Iterator[tuple[Piece, int]]:
+        """States that there are after more than the `first` tokens of a sequence and `end` at most,
+        each with the number of these; the deepest first."""
+        starts = range(piece_start(first), end, PIECE_TOKENS)
+        parents = [chain.parent(start) for start in starts]
+        for start, parent in zip(reversed(starts), reversed(parents), strict=True):
+            with self._lock:
+                there = {one for one in self._after.get(parent, ()) if one.is_state}
+            for size in sorted({one.num_tokens for one in there}, reverse=True):
+                if first < start + size <= end and (state := chain.state(start + size)) in there:
+                    yield state, start + size
+
     def _follow(self, chain: Chain, at: int, end: int) -> Iterator[Found]:
         while at < end:
             there = self._after.get(chain.parent(at))
@@ -227,13 +252,14 @@ class PieceIndex:
         self, there: dict[Piece, np.ndarray | None], chain: Chain, at: int, end: int
     ) -> Found | None:
         """The piece that goes furthest from a token on: whole, else the beginning of one."""
-        for size in sorted({piece.num_tokens for piece in there}, reverse=True):
+        pieces = [piece for piece in there if not piece.is_state]
+        for size in sorted({piece.num_tokens for piece in pieces}, reverse=True):
             if at + size <= end:
                 whole = Piece(next(iter(there)).parent, chain.key(at + size), size)
                 if whole in there:
                     return Found(whole, at, size)
         best: Found | None = None
-        for piece in list(islice(reversed(there), LOOKED_AT)):
+        for piece in islice(reversed(pieces), LOOKED_AT):
             tokens = there[piece]
             if tokens is None:
                 tokens = self._look(piece)

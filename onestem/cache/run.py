@@ -101,6 +101,11 @@ class Run(Node):
         return self.pins > 0 or self.is_awaited
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens have KV."""
+        return self.computed >= len(self.tokens)
+
+    @property
     def num_matchable(self) -> int:
         """All tokens; of a run that `grows` those that have KV, without the last one."""
         return min(self.computed, len(self.tokens) - 1) if self.grows else len(self.tokens)

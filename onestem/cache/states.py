@@ -3,7 +3,7 @@ a run's last token. Where layers keep a state, a prompt can go on only from ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from onestem.cache.run import Run
@@ -45,11 +45,13 @@ class StatePool:
 
     Attributes:
         num_taken: snapshots that were taken so far.
+        on_evict: called with a run whose snapshot is evicted, before its slot is free.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_taken = 0
+        self.on_evict: Callable[[Run], object] = lambda run: None
         self._free = list(range(num_slots - 1, -1, -1))
         self._snapshots: dict[int, Run] = {}
         self._worth: dict[int, float] = {}
@@ -108,6 +110,7 @@ class StatePool:
                 return None
             slot = min(found, key=self._rank)
             self._clock = max(self._clock, self._worth[slot])
+            self.on_evict(self._snapshots[slot])
             self.drop(self._snapshots[slot])
         return self._free.pop()
 
@@ -115,13 +118,17 @@ class StatePool:
         """Free a sequence's slot."""
         self._free.append(slot)
 
-    def snapshot(self, run: Run, above: int, *, promised: int) -> int | None:
+    def snapshot(
+        self, run: Run, above: int, *, promised: int, filled: int | None = None
+    ) -> int | None:
         """A slot for a snapshot of a run's last token, taken after the step's rows. None: there is
         none of less worth.
 
         Args:
             above: tokens up to the snapshot above it.
             promised: slots that others will take in this step.
+            filled: a sequence's slot, which has that state and becomes the snapshot; what is
+                returned takes its place.
         """
         if self.num_available <= promised:
             return None
@@ -130,10 +137,11 @@ class StatePool:
             ranks = [self._rank(s) for s in self._snapshots if s not in self._written]
             if not ranks or min(ranks) >= (_is_needed(run), worth):
                 return None
-        slot = self.take(after_rows=True)
+        slot = self.take(after_rows=filled is None)
         if slot is not None:
-            self.keep(run, slot, above)
-            self._written.add(slot)
+            self.keep(run, slot if filled is None else filled, above)
+            if filled is None:
+                self._written.add(slot)
         return slot
 
     def keep(self, run: Run, slot: int, above: int) -> None:

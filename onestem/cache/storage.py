@@ -1,10 +1,10 @@
 """Keys and values in files on a disk.
 
 What is stored under a name are rows `[num_tokens, width]`: of each token the keys and then the
-values in each layer that has its own. The folder has a budget; the least recently used file goes
-first. A file tells its name and its model and carries checksums: a file that is
-damaged, or of something else, is never used. Where ranks hold a model together, each has a file
-of its own heads.
+values in each layer that has its own; or one row that is a recurrent state. The folder has a
+budget; the least recently used file goes first. A file tells its name and its model and carries
+checksums: a file that is damaged, or of something else, is never used. Where ranks hold a model
+together, each has a file of its own heads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPES = {
 }  # as files name them
 # What a killed process left unfinished counts as well, and goes in its turn.
 _FILE = re.compile(
-    r"\.?[0-9a-f]{32}(-[0-9a-f]{32}-\d+)?(\.\d+-of-\d+)?\.safetensors(\.[0-9a-f-]+\.part)?"
+    r"\.?[0-9a-f]{32}(-[0-9a-f]{32}-\d+(-state)?)?(\.\d+-of-\d+)?\.safetensors(\.[0-9a-f-]+\.part)?"
 )
 
 

@@ -430,6 +430,11 @@ class Chunk:
     state: StateRun | None = None
 
     @property
+    def fresh(self) -> int:
+        """Its first token that has no keys and values before it."""
+        return self.start if self.state is None else self.start + self.state.again
+
+    @property
     def num_prompt_rows(self) -> int:
         """Rows of the prompt and of modules: the others compute sampled tokens again."""
         if self.module is not None:

@@ -53,7 +53,8 @@ class TeamCopies:
         team: Team,
         together: Callable[[bytes], AbstractContextManager[None]],
     ) -> None:
-        self.dtype, self.width, self.is_aside = own.dtype, own.width, own.is_aside
+        self.dtype, self.is_aside = own.dtype, own.is_aside
+        self.width, self.state_width = own.width, own.state_width
         self._own = own
         self._team = team
         self._together = together
@@ -98,10 +99,10 @@ class TeamCopies:
     def ask(self, what: str, name: str, kv: Tensor) -> Callable[[], bool]:
         """Have other ranks do something with their files of a name (`DiskStore.others`); from any
         thread. Of ranks that have ended the next step tells."""
-        number = self.number_of[id(kv)]
+        number, num_tokens = self.number_of[id(kv)], len(kv) if kv.shape[1] == self.width else 0
         question = f"kv {next(self._numbers)}"
         try:
-            self._team.send(self._message(what, question, name, number, len(kv)))
+            self._team.send(self._message(what, question, name, number, num_tokens))
         except RankError:
             return lambda: False
         return lambda: self._did(question)

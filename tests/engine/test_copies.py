@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onestem.engine.tiers import copies
-from onestem.engine.tiers.copies import PIECES_AHEAD, _ByStream, _GpuCopies, _pieces
+from onestem.engine.tiers.copies import PIECES_AHEAD, _ByStream, _GpuCopies, _pieces, at_state
 from onestem.ops.kv import allocate_pages, read_kv
 
 
@@ -114,13 +114,14 @@ def pages_aside(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: one)
     monkeypatch.setattr(copies, "PinnedArena", NoArena)
     every = [allocate_pages(9, 4, 3, 8, dtype=torch.float32, device="cpu") for _ in range(2)]
-    for pages in every:
-        pages.copy_(torch.randn(pages.shape))
-    return every, _GpuCopies(every, 0)
+    states = [torch.zeros(5, 3, 10), torch.zeros(5, 2, 4, 6)]
+    for one in (*every, *states):
+        one.copy_(torch.randn(one.shape))
+    return every, _GpuCopies(every, 0, states), states
 
 
 def test_steps_wait_where_they_write_to_what_is_copied_out(pages_aside, monkeypatch):
-    _, moved = pages_aside
+    _, moved, _ = pages_aside
     waited = []
     monkeypatch.setattr(Stream, "wait_event", lambda _, event: waited.append(event))
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -141,7 +142,7 @@ def test_steps_wait_where_they_write_to_what_is_copied_out(pages_aside, monkeypa
 
 def test_what_goes_out_comes_back_in_parts(pages_aside):
     """Rows of several pieces, a few at a time."""
-    every, moved = pages_aside
+    every, moved, _ = pages_aside
     before = [pages.clone() for pages in every]
     order = np.random.default_rng(0).permutation(36)
     slots = [order[:13], order[13:20], order[20:33]]
@@ -159,6 +160,37 @@ def test_what_goes_out_comes_back_in_parts(pages_aside):
     for pages, old in zip(every, before, strict=True):
         assert torch.equal(read_kv(pages, copied), read_kv(old, copied))
         assert bool((read_kv(pages, kept) == 7.0).all())
+
+
+def test_states_come_back_beside_tokens(pages_aside):
+    every, moved, states = pages_aside
+    before, pages = [one.clone() for one in states], every[0].clone()
+    slots = [at_state(3), np.arange(7), at_state(0)]
+    rows, wait = moved.out(slots)
+    wait()
+    assert [tuple(one.shape) for one in rows] == [(1, 78), (7, 48), (1, 78)]
+    for one in (*every, *states):
+        one.fill_(7.0)
+    other = [at_state(1), np.arange(7), at_state(4)]  # each to where another one was
+    copy = moved.into([copies.Part(kv, 0, at) for kv, at in zip(rows, other, strict=True)])
+    while not copy.done():
+        copy.go_on()
+    for one, old in zip(states, before, strict=True):
+        assert torch.equal(one[[1, 4]], old[[3, 0]])
+        assert bool((one[[0, 2, 3]] == 7.0).all())
+    assert torch.equal(read_kv(every[0], torch.arange(7)), read_kv(pages, torch.arange(7)))
+
+
+def test_steps_wait_for_states_that_are_copied_out(pages_aside, monkeypatch):
+    _, moved, _ = pages_aside
+    waited = []
+    monkeypatch.setattr(Stream, "wait_event", lambda _, event: waited.append(event))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    moved.out([at_state(4)])
+    moved.guard(np.concatenate((np.arange(36), at_state(0))))
+    assert not waited
+    moved.guard(np.concatenate((np.arange(3), at_state(0, 4))))
+    assert len(waited) == 1
 
 
 class Stream:

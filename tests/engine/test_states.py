@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from onestem.build import check_states, kv_sizes
-from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.build import kv_sizes
+from onestem.errors import ConfigError, RequestError
 from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.options import EngineOptions
@@ -374,20 +374,6 @@ class Traffic:
             if ids not in known:
                 known[ids] = oracle_logprobs(self.path, ids)
             assert (values - known[ids][index]).abs().max() < OFTEN
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"host_kv": "1MiB"}, "host_kv is 1MiB, and Qwen3_5ForCausalLM keeps"),
-        ({"disk_kv": "kv"}, "disk_kv is kv, and Qwen3_5ForCausalLM keeps"),
-    ],
-)
-def test_what_states_do_not_go_with_is_refused(tiny, options, what):
-    config = ModelConfig.from_directory(tiny("qwen3_5"))
-    with pytest.raises(UnsupportedError, match=what):
-        check_states(EngineOptions(**options), config)
-    check_states(EngineOptions(), config)
 
 
 @pytest.mark.parametrize("share", [0, 1, -1, float("nan"), "0.5"])

@@ -30,7 +30,7 @@ def gpu_engine(path, folder=None, **options):
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4_image", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma4_image", "qwen3_moe", "qwen3_5"])
 @pytest.mark.parametrize("page_size", [1, 16])  # scattered slots, and stretches of them
 def test_what_was_evicted_comes_back(tiny, family, page_size):
     want = [
@@ -44,14 +44,26 @@ def test_what_was_evicted_comes_back(tiny, family, page_size):
     assert engine.tiers.stats.from_host_tokens > 1200
 
 
-def test_copies_beside_steps(tiny):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_copies_beside_steps(tiny, family):
     """Many requests at once over memory for a few: all pages are right while others are copied."""
     prompts = long_prompts(8, head=1)
-    want = tokens(make_engine(tiny("llama")), requests_for(prompts, max_tokens=20))
-    engine = gpu_engine(tiny("llama"), page_size=16, num_pages=40)
+    want = tokens(make_engine(tiny(family)), requests_for(prompts, max_tokens=20))
+    engine = gpu_engine(tiny(family), page_size=16, num_pages=40, num_states=7)
     for _ in range(5):
         assert tokens(engine, requests_for(prompts, max_tokens=20)) == want
     assert engine.tiers.stats.from_host_tokens > 2000
+
+
+def test_states_come_back_alone(tiny):
+    prompts = long_prompts(6, head=1)
+    want = [tokens(make_engine(tiny("qwen3_5")), requests_for([one]))["0"] for one in prompts]
+    engine = gpu_engine(tiny("qwen3_5"), num_pages=4096, num_states=3)
+    for turn in range(3):
+        for prompt, ids in zip(prompts, want, strict=True):
+            output = answer(engine, requests_for([prompt]))["0"]
+            assert output.outputs[0].token_ids == ids
+            assert output.metrics.num_computed_tokens == (1 if turn else 130)
 
 
 def test_a_restart_finds_files(tiny, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from onestem.engine.tiers.copies import copies_of
 from onestem.errors import RankError
 from onestem.parallel import Team
 from onestem.parallel.tiers import PartOfTiers
-from tests.engine import test_pml_tiers, test_tiers
+from tests.engine import test_pml_tiers, test_state_tiers, test_tiers
 from tests.engine.harness import answer, make_engine, requests_for
 from tests.engine.test_pml_tiers import flip, same, truncate
 from tests.engine.test_tiers import few_tokens, long_prompts, run
@@ -41,8 +41,10 @@ def make(request, monkeypatch):
     else:
         team = request.getfixturevalue("two_gpus")
         monkeypatch.setattr("onestem.engine.tiers.stores.TierStores.disk_pays", lambda *_: True)
-        for module in (test_tiers, test_pml_tiers, sys.modules[__name__]):  # tokens are a CPU's
+        # Tokens are a CPU's.
+        for module in (test_tiers, test_pml_tiers, test_state_tiers, sys.modules[__name__]):
             monkeypatch.setattr(module, "same", lambda first, second: first[0] == second[0])
+    monkeypatch.setattr(test_state_tiers, "equal", lambda *two: test_state_tiers.same(*two))
     on_team = partial(with_tiers, team, device=torch.device(request.param))
     for module in (test_tiers, test_pml_tiers):
         monkeypatch.setattr(module, "engine_with", on_team)
@@ -71,10 +73,17 @@ def with_tiers(
 HERE = (
     partial(test_tiers.test_what_was_evicted_comes_back, family="llama", page_size=16),
     partial(test_tiers.test_what_was_evicted_comes_back, family="gemma4_image", page_size=1),
+    partial(
+        test_state_tiers.test_what_was_evicted_comes_back,
+        family="qwen3_5",
+        options={"num_states": 2, "num_pages": 24},
+    ),
     test_tiers.test_an_engine_that_slept,
     test_tiers.test_what_a_module_takes_the_place_of_is_saved_first,
 )
 OVER_A_FOLDER = (
+    partial(test_state_tiers.test_a_restart_finds_what_was_closed, family="qwen3_next", host=0),
+    partial(test_state_tiers.test_a_second_job_computes_its_own_tokens, num_states=3),
     partial(test_tiers.test_a_restart_finds_what_was_closed, host=0),
     partial(test_tiers.test_traffic_with_little_of_everything, seed=3),
     test_tiers.test_a_prompt_that_differs_takes_the_beginning,
@@ -110,16 +119,17 @@ def other_rank(path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("damage", [flip, truncate, os.unlink, other_rank])
-def test_a_part_that_is_damaged_is_a_miss_on_all(make, tiny, tmp_path, damage, rank):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_part_that_is_damaged_is_a_miss_on_all(make, tiny, tmp_path, family, damage, rank):
     prompts = long_prompts(2)
-    first = make(tiny("llama"), tmp_path)
+    first = make(tiny(family), tmp_path)
     answers = run(first, requests_for(prompts))
     first.close()
     parts = [sorted(tmp_path.glob(f"*.{i}-of-2.safetensors")) for i in range(2)]
     assert len(parts[0]) == len(parts[1]) == len(list(tmp_path.iterdir())) / 2 > 0
     for path in parts[rank]:
         damage(path)
-    again = make(tiny("llama"), tmp_path)
+    again = make(tiny(family), tmp_path)
     found = run(again, requests_for(prompts))
     assert same(answers, found)
     assert sum(found[2].values()) == 70 + 2 * 60

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from onestem.cache import ModuleRun, PrefixCache, Run
@@ -13,7 +15,7 @@ from onestem.engine.sequence import Chunk, Sequence
 
 if TYPE_CHECKING:
     from onestem.engine.schedule.states import States
-    from onestem.engine.tiers.prefixes import PrefixTiers
+    from onestem.engine.tiers.prefixes import PrefixTiers, Recall
     from onestem.engine.tiers.tiers import KvTiers
 
 
@@ -101,7 +103,8 @@ class PromptChunks:
 
     def _extend_path(self, draft: StepDraft, sequence: Sequence, most: int) -> int:
         """Schedule its own tokens, up to a run that another computes. Returns their number."""
-        if self.tiers is not None and self._recall(draft, sequence, self.tiers.prefixes):
+        tiers = None if self.tiers is None else self.tiers.prefixes
+        if tiers is not None and tiers.is_loading(sequence):
             return 0
         state = sequence.state_slot
         if self._states is not None and state is not None:
@@ -109,6 +112,9 @@ class PromptChunks:
                 return 0
             if not state.is_begun and not self._states.begin(draft, sequence):
                 return 0
+        is_begun = state is not None and state.is_begun
+        if tiers is not None and not is_begun and self._recall(draft, sequence, tiers):
+            return 0
         start = at = fresh = sequence.frontier
         chunk: Chunk | None = None
         wanted = not sequence.is_job and sequence.state.request.group is None
@@ -140,20 +146,55 @@ class PromptChunks:
 
     def _recall(self, draft: StepDraft, sequence: Sequence, tiers: PrefixTiers) -> bool:
         """Whether keys and values are copied to its pages instead of being computed: it has no rows
-        until that is done."""
-        if tiers.is_loading(sequence):
-            return True
-        at = sequence.frontier
+        until that is done. Where it has a state, one is copied too, which becomes a snapshot."""
+        at, states = sequence.frontier, self._states
         path = sequence.path(self._cache.tree.num_splits)
-        run = next((run for run in path if run.end > at), None)
+        if states is None:
+            run = next((run for run in path if run.end > at), None)
+        else:
+            run = next((run for run in path if not run.is_whole), path[-1])
         if run is None or (run.owner is not None and run.owner is not sequence):
             return False
         found = tiers.ready(sequence, at)
-        end = min(found[-1].end, run.end) if found else at
-        if end == at or not self._room.reserve(draft, sequence, run, end - run.start):
+        if found is None:
             return False
-        run.owner = sequence
-        return tiers.load(sequence, run, found, at, end)
+        if states is None:
+            return self._copy_back(draft, sequence, found, tiers)
+        run = states.ending(sequence, found.end)
+        if any(map(draft.writes, run.path())):  # which may come to nothing
+            return True
+        if run.maker is not None and run.maker is not sequence:
+            return False
+        run.maker, maker = sequence, run.maker
+        if self._copy_back(draft, sequence, found, tiers, partial(states.recalled, sequence, run)):
+            return True
+        run.maker = maker
+        return False
+
+    def _copy_back(
+        self,
+        draft: StepDraft,
+        sequence: Sequence,
+        found: Recall,
+        tiers: PrefixTiers,
+        note: Callable[[bool], object] = lambda is_there: None,
+    ) -> bool:
+        """Begin to copy what was found, as far as nobody else computes it and there are pages; a
+        state alone with all that is before it."""
+        runs, end = list[Run](), found.at
+        for run in sequence.path(self._cache.tree.num_splits):
+            if end < found.end and run.end > end:
+                stop = min(found.end, run.end)
+                theirs = run.owner is not None and run.owner is not sequence
+                if theirs or not self._room.reserve(draft, sequence, run, stop - run.start):
+                    break
+                runs.append(run)
+                end = stop
+        if end < found.end and (found.state is not None or not runs):
+            return False
+        for run in runs:
+            run.owner = sequence
+        return tiers.load(sequence, runs, found, end, note)
 
     def wait_for_copy(self) -> bool:
         """Wait until one of the sequences that have no rows for a copy can go on; False: there are

@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from onestem.cache import Run
 from onestem.engine.sequence import Chunk, Sequence, StepChanges
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ class StepDraft:
         theirs = (chunk for chunk in self.changes.chunks if chunk.sequence is sequence)
         return next((one for one in theirs if one.start < at < one.end), None)
 
+    def writes(self, run: Run) -> bool:
+        """Whether its rows write keys and values of a run."""
+        theirs = (chunk for chunk in self.changes.chunks if chunk.sequence is run.owner)
+        return any(chunk.fresh < run.end and chunk.end > run.start for chunk in theirs)
+
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has lost its memory."""
         for some in (self.changes.enter, self.changes.leave):
@@ -92,7 +98,6 @@ class StepDraft:
             if chunk.module is not None:
                 chunk.module.computed = min(chunk.module.computed, chunk.start)
             elif chunk.sequence.run is not None:
-                start = chunk.start if chunk.state is None else chunk.start + chunk.state.again
                 for run in chunk.sequence.path(version):
-                    if run.start < chunk.end and run.end > start:
-                        run.computed = min(run.computed, max(0, start - run.start))
+                    if run.start < chunk.end and run.end > chunk.fresh:
+                        run.computed = min(run.computed, max(0, chunk.fresh - run.start))

@@ -171,6 +171,10 @@ class States:
     def _mark(self, draft: StepDraft, sequence: Sequence) -> None:
         """Say who takes the snapshots that are wanted on a sequence's path."""
         last, above, state = 0, 0, sequence.state
+        path = sequence.path(self._cache.tree.num_splits)
+        begins = [run.end for run in path if run.snapshot >= 0 and self.pool.is_there(run)]
+        # It goes on from there, and not from before it to take others.
+        begin = max((end for end in begins if end <= sequence.match_limit), default=0)
         planned = state.request.branches is not None and not state.metrics.num_preempted
         for end, is_awaited in sorted(self._wanted(sequence).items()):
             if planned and not is_awaited:  # those before it may have taken it earlier
@@ -180,10 +184,10 @@ class States:
             above = end
             if end - last < LEAST_TOKENS:
                 continue
-            run, last = self._ending(sequence, end), end
+            run, last = self.ending(sequence, end), end
             if planned:
                 run.is_branch, run.is_awaited = True, is_awaited
-            if run.snapshot < 0 and run.maker is None:
+            if run.snapshot < 0 and run.maker is None and end > begin:
                 maker = self._maker(draft, run, sequence)
                 run.maker = None if run.snapshot >= 0 else maker
 
@@ -217,7 +221,24 @@ class States:
                 mine.common = num_common(np.asarray(coming.prompt_token_ids), sequence.ids())
         return mine.common
 
-    def _ending(self, sequence: Sequence, end: int) -> Run:
+    def recalled(self, sequence: Sequence, run: Run, is_there: bool) -> None:
+        """Note that a run's snapshot was copied to a sequence's slot, and the keys and values up to
+        it are there; or not."""
+        mine, reuse, above = sequence.state_slot, sequence.state.reuse, _above(run)
+        assert mine is not None
+        for one in run.path() if is_there else [run]:  # it does not come to these
+            one.maker = None if one.maker is sequence else one.maker
+        if not is_there or run.snapshot >= 0:
+            return
+        slot = self.pool.snapshot(run, above, promised=self.promised, filled=mine.slot)
+        if slot is not None:
+            mine.slot = slot
+            return
+        mine.source, mine.at, mine.is_begun = mine.slot, run.end, True
+        if reuse is not None:
+            sequence.state.reuse = replace(reuse, state_at=run.end)
+
+    def ending(self, sequence: Sequence, end: int) -> Run:
         """The run of a sequence's path that ends before token `end`, split there if need be."""
         path = sequence.path(self._cache.tree.num_splits)
         run = next(run for run in path if run.end >= end)

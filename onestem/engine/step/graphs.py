@@ -228,8 +228,7 @@ class GraphRunner(Runner):
         """See `StepRunner.run`; a step that has a graph replays it."""
         if not isinstance(prepared, GraphShape):
             return super().run(inputs, prepared, ids)
-        if self.copies is not None:
-            self.copies.guard(inputs.slots)
+        self._guard(inputs)
         rows = len(inputs.positions)
         self._stage(inputs, rows, prepared.rows)
         if ids is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from onestem.cache.storage import DiskStore
 from onestem.engine.step.choices import Watched
 from onestem.engine.step.inputs import NewPages, StepInputs
-from onestem.engine.tiers.copies import KvCopies, PageCopies, copies_of
+from onestem.engine.tiers.copies import KvCopies, PageCopies, at_state, copies_of
 from onestem.models.decoder import Attend, Decoder
 from onestem.models.delta import LayerStates, StatesOf
 from onestem.models.description import DeltaRule, LayerHeads
@@ -248,7 +248,7 @@ class Runner:
 
     def kv_copies(self, budget: int, disk: DiskStore | None) -> KvCopies:
         """See `StepRunner.kv_copies`."""
-        self.copies = copies_of(self.kv_pages, budget)
+        self.copies = copies_of(self.kv_pages, budget, list(self.states.values()))
         return self.copies
 
     def release_pages(self) -> None:
@@ -289,8 +289,7 @@ class Runner:
 
     def run(self, inputs: StepInputs, prepared: Any, ids: Tensor | None) -> Logits:
         """See `StepRunner.run`."""
-        if self.copies is not None:
-            self.copies.guard(inputs.slots)
+        self._guard(inputs)
         if ids is not None:
             self.decoder.ranks.take_first(ids)
         if ids is None:
@@ -298,6 +297,16 @@ class Runner:
         elif len(ids) < len(inputs.token_ids):
             ids = torch.cat((ids, self.on_device(inputs.token_ids[len(ids) :])))
         return self._forward(inputs, prepared, ids)
+
+    def _guard(self, inputs: StepInputs) -> None:
+        """Wait for copies of what a step writes to."""
+        if self.copies is None:
+            return
+        slots, states = inputs.slots, inputs.states
+        if states is not None:
+            copied = (given for _, given in inputs.copies)
+            slots = np.concatenate((slots, at_state(*states.target, *copied)))
+        self.copies.guard(slots)
 
     def abandon(self) -> None:
         """Logits of the step launched last that were not asked for are not wanted."""

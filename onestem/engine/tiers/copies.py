@@ -1,4 +1,4 @@
-"""Copies of keys and values between KV pages and host memory.
+"""Copies of keys and values, and of recurrent states, between KV memory and host memory.
 
 On a GPU they go through a buffer there, over pinned memory and on streams of their own: copies out
 wait for the steps that wrote the pages, and copies in for those that still read them. Steps go on
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,16 +25,16 @@ from torch import Tensor
 from onestem.cache.pieces import PIECE_TOKENS
 from onestem.engine.tiers.arena import PinnedArena
 
-__all__ = ["Copied", "KvCopies", "PageCopies", "Part", "copies_of"]
+__all__ = ["Copied", "KvCopies", "PageCopies", "Part", "at_state", "copies_of", "num_bytes"]
 
 PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
 
-_BITS = {2: np.int16, 4: np.int32}
+_BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 class Part(NamedTuple):
     """Consecutive rows of a tensor in host memory, from the `first` on, and the pages' slots (int64
-    `[n]`) that they go to."""
+    `[n]`) that they go to. Of a state, which is one row, that is `at_state`."""
 
     whole: Tensor
     first: int
@@ -43,6 +44,11 @@ class Part(NamedTuple):
     def rows(self) -> Tensor:
         """Those that are copied, `[n, width]`."""
         return self.whole[self.first : self.first + len(self.slots)]
+
+
+def at_state(*slots: int) -> np.ndarray:
+    """Slots of recurrent states, int64 `[n]`, as copies have them beside those of pages."""
+    return -1 - np.array(slots, np.int64)
 
 
 class Copied(Protocol):
@@ -72,25 +78,29 @@ class Copied(Protocol):
 
 class KvCopies(Protocol):
     """Copies between the pages of one engine and rows in host memory. A row has a token's keys and
-    then values in each layer that has its own, `num_kv_heads * head_dim` each.
+    then values in each layer that has its own, `num_kv_heads * head_dim` each. A recurrent state is
+    one row: of each layer that keeps one, what it consists of.
 
     Attributes:
-        dtype: of the values.
+        dtype: of the values; a state is stored as if its were of this dtype.
         width: values of a row.
+        state_width: values of a row that is a state; 0: the model has none.
         is_aside: whether computing may be faster: copies go over a bus.
     """
 
     dtype: torch.dtype
     width: int
+    state_width: int
     is_aside: bool
 
     def host_rows(self, num_tokens: int) -> Tensor:
-        """Rows `[num_tokens, width]` that copies go to and from, not initialised."""
+        """Rows `[num_tokens, width]` that copies go to and from, not initialised; of 0 tokens that
+        of a state, `[1, state_width]`."""
         ...
 
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
-        """Copy what is at slots (int64 `[n]` each) after the steps that were launched. The pages
-        may be written by the next step, which waits (`PageCopies.guard`).
+        """Copy what is at slots (int64 `[n]` each, of pages, or `at_state` of one) after the steps
+        that were launched. They may be written by the next step, which waits (`PageCopies.guard`).
 
         Returns:
             rows of each part, and what waits until all are filled.
@@ -111,20 +121,39 @@ class PageCopies(KvCopies, Protocol):
 
     def guard(self, slots: np.ndarray | None = None) -> None:
         """Let what is launched next wait until what it writes to was copied out: the pages of slots
-        (int64 `[n]`), or all pages."""
+        (int64 `[n]`) and states (`at_state`), or all."""
         ...
 
 
-def copies_of(pages: Sequence[tuple[Tensor, Tensor]], budget: int) -> PageCopies:
-    """Copies of an engine's pages.
+def copies_of(
+    pages: Sequence[tuple[Tensor, Tensor]],
+    budget: int,
+    states: Sequence[tuple[Tensor, Tensor]] = (),
+) -> PageCopies:
+    """Copies of an engine's pages and states.
 
     Args:
         pages: K and V pages of each layer that has its own.
         budget: bytes of host memory.
+        states: inputs and matrices of each layer that keeps states, `[slots, ..]`.
     """
     every = [one for pair in pages for one in pair]
+    held = [one for pair in states for one in pair]
     on_gpu = every[0].device.type == "cuda"
-    return _GpuCopies(every, budget) if on_gpu else _CpuCopies(every)
+    return _GpuCopies(every, budget, held) if on_gpu else _CpuCopies(every, held)
+
+
+def _state_parts(row: Tensor, states: Sequence[Tensor], at: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of a state in its row `[1, state_width]`, and there (`at_state`), by layer."""
+    held, first = row.view(-1).view(torch.uint8), 0
+    for tensor in states:
+        own = tensor[-1 - at].view(-1).view(torch.uint8)
+        yield held[first : first + len(own)], own
+        first += len(own)
+
+
+def _state_width(states: Sequence[Tensor], dtype: torch.dtype) -> int:
+    return sum(one[0].nbytes for one in states) // dtype.itemsize
 
 
 class _ByThread:
@@ -148,20 +177,21 @@ class _ByThread:
 class _CpuCopies:
     is_aside = False
 
-    def __init__(self, every: Sequence[Tensor]) -> None:
+    def __init__(self, every: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         self.dtype = every[0].dtype
         self.width = sum(pages[0, 0].numel() for pages in every)
-        self._every = every
+        self.state_width = _state_width(states, self.dtype)
+        self._every, self._states = every, states
         self._thread = ThreadPoolExecutor(1, "onestem-kv-copies")
 
     def host_rows(self, num_tokens: int) -> Tensor:
-        return torch.empty(num_tokens, self.width, dtype=self.dtype)
+        return torch.empty(_shape(self, num_tokens), dtype=self.dtype)
 
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         every = []
         for slots in parts:
-            every.append(self.host_rows(len(slots)))
-            for of, places in self._places(_bits(every[-1]), slots):
+            every.append(self.host_rows(_num_tokens(slots)))
+            for of, places in self._places(every[-1], slots):
                 of[...] = places
         return every, lambda: None
 
@@ -173,15 +203,17 @@ class _CpuCopies:
 
     def _into(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            for of, places in self._places(_bits(part.rows), part.slots):
+            for of, places in self._places(part.rows, part.slots):
                 places[...] = of
 
-    def _places(
-        self, rows: np.ndarray, slots: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _places(self, tensor: Tensor, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Rows' values for consecutive slots of each pages tensor, and their places there, both
-        `[n, num_kv_heads, head_dim]`."""
-        size = self._every[0].shape[1]
+        `[n, num_kv_heads, head_dim]`; or a state's bytes, and their places."""
+        if slots[0] < 0:
+            for pair in _state_parts(tensor, self._states, int(slots[0])):
+                yield _bits(pair[0]), _bits(pair[1])
+            return
+        rows, size = _bits(tensor), self._every[0].shape[1]
         breaks = (np.diff(slots) != 1) | (slots[1:] % size == 0)
         cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
         first = 0
@@ -195,6 +227,20 @@ class _CpuCopies:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _num_tokens(slots: np.ndarray) -> int:
+    """Whose rows `KvCopies.host_rows` makes."""
+    return 0 if slots[0] < 0 else len(slots)
+
+
+def _shape(copies: KvCopies, num_tokens: int) -> tuple[int, int]:
+    return (num_tokens, copies.width) if num_tokens else (1, copies.state_width)
+
+
+def num_bytes(copies: KvCopies, num_tokens: int) -> int:
+    """Of rows that `KvCopies.host_rows` makes."""
+    return prod(_shape(copies, num_tokens)) * copies.dtype.itemsize
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
@@ -262,11 +308,13 @@ class _ByStream:
 class _GpuCopies:
     is_aside = True
 
-    def __init__(self, every: Sequence[Tensor], budget: int) -> None:
+    def __init__(self, every: Sequence[Tensor], budget: int, states: Sequence[Tensor]) -> None:
         from onestem.ops.triton.page_rows import PageRows
 
         self.dtype, self._device = every[0].dtype, every[0].device
         self.width = sum(pages[0, 0].numel() for pages in every)
+        self.state_width = _state_width(states, self.dtype)
+        self._states = states
         self._rows = PageRows(every)
         self._arena = PinnedArena(budget)
         # Streams and their buffers: for copies in, and two for copies out, so that a page which the
@@ -288,7 +336,7 @@ class _GpuCopies:
         self._rows.scatter(none, 0, 1, self._landing)
 
     def host_rows(self, num_tokens: int) -> Tensor:
-        shape = num_tokens, self.width
+        shape = _shape(self, num_tokens)
         rows = self._arena.take(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, pin_memory=True) if rows is None else rows
 
@@ -297,26 +345,31 @@ class _GpuCopies:
             self._busy.popleft()
         self._busy.append((event, used))
 
-    def _slots(self, parts: Sequence[np.ndarray]) -> Tensor:
-        """All of them, there."""
-        every = torch.from_numpy(np.concatenate(parts)).pin_memory()
-        return every.to(self._device, non_blocking=True)
+    def _slots(self, slots: np.ndarray) -> Tensor:
+        """The same, there."""
+        return torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
 
     @torch.inference_mode()
     def out(self, parts: Sequence[np.ndarray]) -> tuple[list[Tensor], Callable[[], object]]:
         self._rows.locate()
-        every = [self.host_rows(len(slots)) for slots in parts]
+        whole = np.concatenate(parts)
+        every = [self.host_rows(_num_tokens(slots)) for slots in parts]
         stream, leaving = next((one for one in self._out if one[0].query()), self._out[-1])
         stream.wait_stream(torch.cuda.current_stream(self._device))
         read, copied = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(stream):
-            slots = self._slots(parts)
+            slots = self._slots(whole)
             for rows, at in _pieces(every):
+                if whole[at] < 0:
+                    for to, of in _state_parts(rows, self._states, whole[at]):
+                        to.copy_(of, non_blocking=True)
+                    read.record(stream)
+                    continue
                 self._rows.gather(slots, at, len(rows), leaving)
                 read.record(stream)  # in the end, of the last
                 rows.copy_(leaving[: len(rows)], non_blocking=True)
             copied.record(stream)
-        self._unread.append((np.unique(np.concatenate(parts) // self._page_size), read))
+        self._unread.append((np.unique(whole // self._page_size), read))
         self._keep(copied, every)
         return every, copied.synchronize
 
@@ -332,14 +385,19 @@ class _GpuCopies:
         self._rows.locate()
         for stream in (torch.cuda.current_stream(self._device), *(one for one, _ in self._out)):
             self._in.wait_stream(stream)  # also for what was copied out shortly before
-        slots = cache(lambda: self._slots([part.slots for part in parts]))
+        whole = np.concatenate([part.slots for part in parts])
+        slots = cache(lambda: self._slots(whole))
 
         @torch.inference_mode()
         def launch(rows: Tensor, at: int) -> torch.cuda.Event:
             landing = self._landing[: len(rows)]
             with torch.cuda.stream(self._in):
-                landing.copy_(rows, non_blocking=True)
-                self._rows.scatter(slots(), at, len(rows), landing)
+                if whole[at] < 0:
+                    for of, to in _state_parts(rows, self._states, whole[at]):
+                        to.copy_(of, non_blocking=True)
+                else:
+                    landing.copy_(rows, non_blocking=True)
+                    self._rows.scatter(slots(), at, len(rows), landing)
                 event = self._in.record_event()
             self._keep(event, parts)
             return event

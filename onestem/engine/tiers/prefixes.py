@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onestem.cache import PrefixCache, Run
 from onestem.cache.pieces import (
+    NO_TOKENS,
     PIECE_TOKENS,
     Chain,
     Found,
@@ -29,7 +30,7 @@ from onestem.cache.pieces import (
     storable,
 )
 from onestem.engine.sequence import Sequence, stretches_of
-from onestem.engine.tiers.copies import Copied, Part
+from onestem.engine.tiers.copies import Copied, Part, at_state, num_bytes
 from onestem.engine.tiers.stores import MOST_READ_AHEAD, MOST_UNWRITTEN, TierStores
 from onestem.request import Request
 from onestem.tree import Stretch
@@ -52,11 +53,30 @@ class _Save(NamedTuple):
     kind: int
 
 
-class _Load(NamedTuple):
-    """Tokens up to `end` that are copied to a sequence's pages."""
+class Recall(NamedTuple):
+    """What a sequence need not compute.
 
+    Attributes:
+        at: the first token whose keys and values it lacks.
+        end: after the last that it need not compute.
+        found: pieces in host memory that hold tokens at..end-1.
+        state: the recurrent state after `end` tokens, where layers keep one.
+    """
+
+    at: int
+    end: int
+    found: list[Found]
+    state: Piece | None = None
+
+
+class _Load(NamedTuple):
+    """Tokens first..end-1 that are copied to a sequence's pages; maybe a state too. `note` is
+    called at the end: whether all is there."""
+
+    first: int
     end: int
     copied: Copied
+    note: Callable[[bool], object]
 
 
 class PrefixTiers:
@@ -79,6 +99,8 @@ class PrefixTiers:
         self._given: set[str] = set()  # to be written since then
         self._most_pieces: float = MANY_PIECES
         cache.on_evict = self._note_evicted
+        if cache.states is not None:
+            cache.states.on_evict = lambda run: self._note_evicted(run, run.computed)
         stores.on_files = self._note_files
         listed = stores.list_files()
         if listed is not None:
@@ -92,7 +114,7 @@ class PrefixTiers:
     def _note_files(self, names: list[str]) -> None:
         pieces = [piece for piece in map(Piece.from_name, names) if piece is not None]
         # First, so that the rate is known to whom finds one; those of late are wanted soonest.
-        self._stores.measure((piece.name, piece.num_tokens) for piece in reversed(pieces))
+        self._stores.measure((piece.name, piece.num_stored) for piece in reversed(pieces))
         for piece in pieces:
             self._index.add(piece)
 
@@ -113,8 +135,8 @@ class PrefixTiers:
     # What is saved.
 
     def _note_evicted(self, run: Run, first: int) -> None:
-        """Save a run's tokens from an index on, if a request may want them, before the next step
-        writes to their pages."""
+        """Save a run's tokens from an index on, and its snapshot, if a request may want them,
+        before the next step writes to their pages."""
         if not run.is_wanted and not run.is_shared:
             return
         stores, kept = self._stores, list[str]()
@@ -131,8 +153,8 @@ class PrefixTiers:
                 stores.host.touch(name, run.kind)
 
     def _unsaved(self, run: Run, keeps: Callable[[str], bool], first: int = 0) -> list[_Save]:
-        """Pieces of a run, from an index of its tokens on, that are not kept. They begin where
-        others of the same tokens would."""
+        """Pieces of a run, from an index of its tokens on, and its snapshot, that are not kept.
+        They begin where others of the same tokens would."""
         path = run.path()
         labelled = groupby(path, key=lambda node: node.label)
         stretches = tuple(Stretch(next(nodes).start, label) for label, nodes in labelled)
@@ -141,9 +163,9 @@ class PrefixTiers:
             return []
         tokens = np.concatenate([np.frombuffer(node.tokens, np.int32) for node in path])[:end]
         chain = self._chain(tokens, stretches, path)
-        start = max(run.start, piece_start(start))
+        start = max(run.start, piece_start(start)) if start < end else end
         saved = self._kept(keeps, chain, [0, *(node.start for node in path), start], start, end)
-        return [
+        saves = [
             _Save(
                 chain.piece(a, b),
                 tokens[a:b].copy(),
@@ -153,6 +175,9 @@ class PrefixTiers:
             for a, b in piece_ends(start, end)
             if b > saved and self._kept(keeps, chain, [a], a, b) < b
         ]
+        if run.snapshot >= 0 and not keeps((state := chain.state(end)).name):
+            saves.append(_Save(state, NO_TOKENS, at_state(run.snapshot), run.kind))
+        return saves
 
     def _kept(
         self, keeps: Callable[[str], bool], chain: Chain, starts: Seq[int], first: int, end: int
@@ -193,15 +218,16 @@ class PrefixTiers:
             return True
         most = MOST_UNWRITTEN // stores.bytes_per_token
         room = stores.disk.share // stores.bytes_per_token
+        state = num_bytes(stores.copies, 0) // stores.bytes_per_token  # what it takes, in tokens
         # What was released before the last whole pass was looked at then; what is pinned never is.
         new = (run for run in self._cache.tree if run.pins or run.last_used > self._saved_at)
         runs = [run for run in new if run.is_wanted or run.is_shared]
         for run in sorted(runs, key=lambda run: run.last_used, reverse=True):
-            room -= run.computed
+            room -= run.computed + (run.snapshot >= 0) * state
             if most < 0 or room < 0:
                 break
             for save in self._unsaved(run, self._was_given) if run.computed else ():
-                most -= len(save.tokens)
+                most -= len(save.tokens) or state
                 if most >= 0 or not self._evicted:
                     self._evicted.append(save)
         self._given.update(save.piece.name for save in self._evicted)
@@ -230,23 +256,38 @@ class PrefixTiers:
         starts = [0, *(run.start for run in node.path()), at]
         end = storable(stretches, len(tokens) - 1)
         room = 2**62 if stores.host is None else stores.host.budget // READ_SHARE
-        wanted = []
-        for one in self._index.find(Chain(self._root, tokens, stretches), starts, end):
+        room -= num_bytes(stores.copies, 0)
+        chain, wanted, reach, spared = Chain(self._root, tokens, stretches), list[Found](), at, 0
+        state: Piece | None = None
+        for one in self._index.find(chain, starts, end):
             size = one.piece.num_tokens
             room -= size * stores.bytes_per_token
             if one.end > at and room >= 0:
-                wanted.append((one.piece.name, size))
-        if sum(size for _, size in wanted) < LEAST_TOKENS:
+                wanted.append(one)
+                spared, reach = spared + size, one.end
+        if self._cache.states is not None:
+            snapshots = (run.end for run in node.path() if run.snapshot >= 0)
+            begins = max((one for one in snapshots if one <= min(at, end)), default=0)
+            state, reach = next(self._index.states(chain, begins, min(reach, end)), (None, begins))
+            spared = reach - begins
+        if spared < LEAST_TOKENS:
             return []
+        parts = [(one.piece.name, one.piece.num_tokens) for one in wanted if at < reach > one.start]
+        parts += [] if state is None else [(state.name, 0)]
         # What the other groups of a job go on in is read beside.
-        return stores.read(wanted, least=1 if request.group is None else stores.rates.num_readers)
+        return stores.read(
+            parts,
+            least=1 if request.group is None else stores.rates.num_readers,
+            token_bytes=sum(num_bytes(stores.copies, size) for _, size in parts) / spared,
+        )
 
     def read_ahead(
         self, requests: Iterable[Request], read: Callable[[Request], list[Future[Tensor | None]]]
     ) -> Iterator[Request]:
         """Requests in their order, each after `read` was called for those that come after it. It
         looks on as long as they or their group have files that fit in a share of host memory."""
-        host, size = self._stores.host, PIECE_TOKENS * self._stores.bytes_per_token
+        host, copies = self._stores.host, self._stores.copies
+        size = max(num_bytes(copies, PIECE_TOKENS), num_bytes(copies, 0))
         most = MOST_READ_AHEAD if host is None else host.budget // READ_SHARE // size
         ahead: deque[tuple[Request, list[Future[Tensor | None]]]] = deque()
         group = None  # the last that has files
@@ -272,47 +313,74 @@ class PrefixTiers:
             self._end(sequence)
         return sequence in self._loading
 
-    def ready(self, sequence: Sequence, at: int) -> list[Found]:
-        """Pieces in host memory that go on from a sequence's token `at`, which it would compute
-        next. Where there are too few it is not asked again before it is admitted again."""
+    def ready(self, sequence: Sequence, at: int) -> Recall | None:
+        """What host memory has of what a sequence would compute from its token `at` on. Where that
+        is too little it is not asked again before it is admitted again."""
         if sequence in self._asked or sequence.state.pml is not None:
-            return []
+            return None
         end = storable(sequence.stretches, sequence.match_limit)
         if end - at < LEAST_TOKENS:
-            return []
+            return None
         self.save_evicted()
+        first, states = at, self._cache.states
         path = sequence.path(self._cache.tree.num_splits)
-        starts = [0, *(run.start for run in path if run.start <= at), at]
+        if states is not None:  # it may lack its state alone
+            lacking = (run.start + run.computed for run in path if not run.is_whole)
+            first = next(lacking, path[-1].end)
+        starts = [0, *(run.start for run in path if run.start <= first), first]
         chain = self._chain(sequence.ids().copy(), sequence.stretches, path)
-        ready = []
+        ready, reach = list[Found](), first
         for one in self._index.find(chain, starts, end):
-            if one.end > at:
+            if one.end > first:
                 if not self._stores.is_ready(one.piece.name):
                     break
                 ready.append(one)
-        if not ready or ready[-1].end - at < LEAST_TOKENS:
+                reach = one.end
+        state: Piece | None = None
+        if states is not None:
+            there = self._index.states(chain, at, min(reach, end))
+            kept = (one for one in there if self._stores.is_ready(one[0].name))
+            state, reach = next(kept, (None, at))
+        if reach - at < LEAST_TOKENS:
             self._asked.add(sequence)
-            return []
-        return ready
+            return None
+        found = [one for one in ready if first < reach > one.start]
+        return Recall(first, reach, found, state)
 
-    def load(self, sequence: Sequence, run: Run, found: list[Found], at: int, end: int) -> bool:
-        """Begin to copy tokens at..end-1 of a run to its pages, which are reserved. False: they are
-        not there any more."""
-        parts, used = list[Part](), list[tuple[str, int]]()
-        slots = run.slots(at - run.start, end - run.start)
-        for one in reversed(found):  # the last goes first
+    def load(
+        self,
+        sequence: Sequence,
+        runs: Seq[Run],
+        recall: Recall,
+        end: int,
+        note: Callable[[bool], object],
+    ) -> bool:
+        """Begin to copy what there is of the tokens of runs before `end` to their pages, which are
+        reserved, and a state to the sequence's slot; for `note` see `_Load`. False: it is not in
+        host memory any more."""
+        parts, used, at = list[Part](), list[tuple[str, int]](), recall.at
+        if recall.state is not None:
+            row, slot = self._stores.take(recall.state.name, 0), sequence.state_slot
+            if row is None or slot is None:
+                self._index.discard(recall.state)
+                return False
+            parts.append(Part(row, 0, at_state(slot.slot)))
+        for one in reversed([one for one in recall.found if one.start < end]):  # the last first
             kv = self._stores.take(one.piece.name, one.piece.num_tokens)
             if kv is None:
                 self._index.discard(one.piece)
                 return False
             a, b = max(at, one.start), min(end, one.end)
-            if a < b:
-                parts.append(Part(kv, a - one.start, slots[a - at : b - at]))
-                used.append((one.piece.name, b - a))
+            used.append((one.piece.name, b - a))
+            for run in runs:
+                first, stop = max(a, run.start), min(b, run.end)
+                if first < stop:
+                    slots = run.slots(first - run.start, stop - run.start)
+                    parts.append(Part(kv, first - one.start, slots))
         for name, count in used:
             self._stores.note_use(name, count, sequence.state.metrics)
         self.save_evicted()
-        self._loading[sequence] = _Load(end, self._stores.copies.into(parts))
+        self._loading[sequence] = _Load(at, end, self._stores.copies.into(parts), note)
         return True
 
     def go_on(self) -> None:
@@ -335,10 +403,12 @@ class PrefixTiers:
         except Exception:
             log.exception("keys and values could not be copied: they are computed")
             self._asked.add(sequence)
+            load.note(False)
             return
         for run in sequence.path(self._cache.tree.num_splits):
-            if run.start < load.end:
+            if run.start < load.end and run.end > load.first:
                 run.computed = max(run.computed, min(load.end, run.end) - run.start)
+        load.note(True)
 
     def leave(self, sequence: Sequence) -> None:
         """Wait for a sequence's copy before it gives up its pages."""

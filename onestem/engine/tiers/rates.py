@@ -61,7 +61,7 @@ class CopyRates:
             self.row_seconds = min(row, (self.row_seconds or row) / FADING)
             self._rows, self._seconds = 0, 0.0
 
-    def reading_pays(self, token_bytes: int, beside: int) -> bool:
+    def reading_pays(self, token_bytes: float, beside: int) -> bool:
         """Whether reading a token's bytes takes less than computing it, if `beside` pieces are read
         at once. False where one of the rates is not known."""
         rate = self.reader(beside)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onestem.cache.host import HostStore
 from onestem.cache.storage import DiskStore
-from onestem.engine.tiers.copies import KvCopies
+from onestem.engine.tiers.copies import KvCopies, num_bytes
 from onestem.engine.tiers.rates import CopyRates
 from onestem.request import RequestMetrics
 from onestem.threads import usable_cores
@@ -55,7 +55,8 @@ class TierStats:
 
 
 class TierStores:
-    """Keys and values by name, in host memory and on a disk.
+    """Keys and values by name, in host memory and on a disk. Where tokens are counted, a recurrent
+    state has 0.
 
     Args:
         copies: of the engine's pages.
@@ -107,11 +108,14 @@ class TierStores:
         """Whether it has a file that was not found damaged."""
         return self.disk is not None and name not in self._damaged and name in self.disk
 
-    def disk_pays(self, name: str, num_tokens: int, beside: int = 1) -> bool:
+    def disk_pays(
+        self, name: str, num_tokens: int, beside: int = 1, token_bytes: float | None = None
+    ) -> bool:
         """Whether reading beats computing: on a GPU only if both measured rates say so. Where they
         do not, the disk's is measured on the side, now and then. `beside`: pieces that are read at
-        once."""
-        if not self.copies.is_aside or self.rates.reading_pays(self.bytes_per_token, beside):
+        once. `token_bytes`: read for each token that is not computed; None: its own."""
+        token_bytes = token_bytes or self.bytes_per_token
+        if not self.copies.is_aside or self.rates.reading_pays(token_bytes, beside):
             return True
         at, probe = self._probe
         if time.monotonic() > at + PROBED_SECONDS and (probe is None or probe.done()):
@@ -120,10 +124,14 @@ class TierStores:
         return False
 
     def read(
-        self, wanted: Sequence[tuple[str, int]], *, least: int = 1
+        self,
+        wanted: Sequence[tuple[str, int]],
+        *,
+        least: int = 1,
+        token_bytes: float | None = None,
     ) -> list[Future[Tensor | None]]:
-        """Begin to read what is on the disk alone (names, tokens) if that pays; `least`: pieces
-        that will be read at once, with others' to come."""
+        """Begin to read what is on the disk alone (names, tokens) if that pays (see `disk_pays`);
+        `least`: pieces that will be read at once, with others' to come."""
         now = {name for name, one in list(self.reading.items()) if not one.done()}
         beside = max(least, len(now.union(name for name, _ in wanted)))
         for name, _ in wanted:
@@ -136,7 +144,7 @@ class TierStores:
             or (
                 not self.on_host(name)
                 and self.on_disk(name)
-                and self.disk_pays(name, num_tokens, beside)
+                and self.disk_pays(name, num_tokens, beside, token_bytes)
             )
         ]
 
@@ -176,7 +184,7 @@ class TierStores:
         if disk is None:
             return None
         if host is not None:
-            host.make_room(num_tokens * self.bytes_per_token)
+            host.make_room(num_bytes(self.copies, num_tokens))
         kv = self.copies.host_rows(num_tokens)
         started = time.perf_counter()
         self._now_read.add(name)
@@ -245,8 +253,8 @@ class TierStores:
         if not wanted:
             return
         if self.host is not None:
-            count = sum(len(tokens) for _, tokens, _, _ in wanted)
-            self.host.make_room(count * self.bytes_per_token)
+            sizes = (num_bytes(self.copies, len(tokens)) for _, tokens, _, _ in wanted)
+            self.host.make_room(sum(sizes))
         every, wait = self.copies.out([slots for _, _, slots, _ in wanted])
         for (name, tokens, _, kind), kv in zip(wanted, every, strict=True):
             if self.host is not None and name not in self.host:
@@ -264,7 +272,7 @@ class TierStores:
                 self.stats.not_written += 1
                 return
             rows = None  # what the host has of it then
-        ids = torch.from_numpy(np.array(tokens, np.int32))
+        ids = torch.tensor(tokens.tolist(), dtype=torch.int32)
         future = self._writer.submit(self._write, name, ids, rows, wait)
         self._writing[name] = future, 0 if rows is None else kv.nbytes
         future.add_done_callback(lambda _: self._writing.pop(name, None))
