@@ -3,6 +3,8 @@ them, or alone, and answers are those of an engine that never lost them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -177,6 +179,56 @@ def test_a_copy_that_fails_is_computed(tiny, monkeypatch):
     for prompt, want in zip(prompts, answers, strict=True):
         assert same(run(engine, requests_for([prompt])), want)
         engine.check()
+
+
+class Unhurried:
+    """A copy that ends when somebody waits for it."""
+
+    def __init__(self, copied):
+        self.wait = self.join = copied.wait
+
+    def done(self):
+        return False
+
+    def go_on(self):
+        pass
+
+    hurry = go_on
+
+
+def test_a_slot_that_has_no_rows_becomes_no_snapshot(tiny, monkeypatch):
+    """Of a sequence that is preempted while its state is copied, when the snapshot that it would
+    have begun at is gone."""
+    plain, engine = make_engine(tiny("qwen3_5")), engine_with(tiny("qwen3_5"))
+    requests = [
+        Request(request_id="0", prompt_token_ids=r.prompt_token_ids, params=r.params,
+                system_tokens=83)
+        for r in requests_for(long_prompts(2, head=83))
+    ]  # fmt: skip
+    states, copies = engine.cache.states, engine.tiers.stores.copies
+    run(engine, requests[:1])
+
+    def evict(has_gone):
+        for one in [one for one in states.runs if has_gone(one)]:
+            states.on_evict(one)
+            states.drop(one)
+
+    evict(lambda one: one.end > 83)
+    into = copies.into
+    monkeypatch.setattr(copies, "into", lambda parts: Unhurried(into(parts)))
+    [beside] = requests_for([[5, 6, 7]], max_tokens=9)
+    engine.add_request(replace(beside, request_id="beside"))  # steps do not wait for copies
+    engine.step()
+    engine.add_request(requests[0])
+    engine.step()
+    evict(lambda one: one.end == 83)
+    engine.scheduler.room.preempt_all()
+    engine.check()
+    assert 83 not in [one.end for one in states.runs]
+    while engine.has_unfinished():
+        engine.step()
+    for request in requests:
+        assert same(run(engine, [request]), run(plain, [request]))
 
 
 def make_with_tiers(folder, path, **options):

@@ -85,7 +85,7 @@ class States:
         reason, run = sequence.finish_reason, sequence.run
         is_known = reason == "length" or (reason == "stop" and not self.runs_ahead)
         is_done = is_known and not _is_planned(sequence)
-        if not self._cache.enabled or not (is_done or reason is None):
+        if not (self._cache.enabled and mine.is_begun and (is_done or reason is None)):
             return None
         at = len(sequence.tokens) - 1 if mine.decodes else mine.at
         while run is not None and run.parent is not None and run.start >= at:
