@@ -391,9 +391,9 @@ class Engine:
             self._contain(error, StepDraft())
         with uninterrupted():
             self.launcher.abandon()
-            if self.tiers is not None:  # what a step that failed has evicted
-                self.tiers.prefixes.save_evicted()
             self.scheduler.room.preempt_all()
+            if self.tiers is not None:  # what this, or a step that failed, has evicted
+                self.tiers.prefixes.save_evicted()
             self.batch_rows.clear()
             self.requests.forget(self.results.take_ended())
             self.requests.pins.let_go()

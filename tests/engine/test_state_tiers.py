@@ -196,15 +196,12 @@ class Unhurried:
     hurry = go_on
 
 
-def test_a_slot_that_has_no_rows_becomes_no_snapshot(tiny, monkeypatch):
-    """Of a sequence that is preempted while its state is copied, when the snapshot that it would
-    have begun at is gone."""
-    plain, engine = make_engine(tiny("qwen3_5")), engine_with(tiny("qwen3_5"))
-    requests = [
-        Request(request_id="0", prompt_token_ids=r.prompt_token_ids, params=r.params,
-                system_tokens=83)
-        for r in requests_for(long_prompts(2, head=83))
-    ]  # fmt: skip
+def begin_copy(engine, requests, monkeypatch):
+    """Have the first of two prompts with 83 tokens in common wait for its state in a step.
+
+    Returns:
+        evicts snapshots of runs.
+    """
     states, copies = engine.cache.states, engine.tiers.stores.copies
     run(engine, requests[:1])
 
@@ -221,14 +218,42 @@ def test_a_slot_that_has_no_rows_becomes_no_snapshot(tiny, monkeypatch):
     engine.step()
     engine.add_request(requests[0])
     engine.step()
+    return evict
+
+
+def two_requests():
+    one, other = requests_for(long_prompts(2, head=83))
+    return [replace(one, system_tokens=83), replace(other, system_tokens=83)]
+
+
+def test_a_slot_that_has_no_rows_becomes_no_snapshot(tiny, monkeypatch):
+    """Of a sequence that is preempted while its state is copied, when the snapshot that it would
+    have begun at is gone."""
+    plain, engine = make_engine(tiny("qwen3_5")), engine_with(tiny("qwen3_5"))
+    requests = two_requests()
+    evict = begin_copy(engine, requests, monkeypatch)
     evict(lambda one: one.end == 83)
     engine.scheduler.room.preempt_all()
     engine.check()
-    assert 83 not in [one.end for one in states.runs]
+    assert 83 not in [one.end for one in engine.cache.states.runs]
     while engine.has_unfinished():
         engine.step()
     for request in requests:
         assert same(run(engine, [request]), run(plain, [request]))
+
+
+def test_what_gives_way_to_a_copied_state_is_saved_before_sleep(tiny, monkeypatch):
+    """Its slot's memory is released then."""
+    engine = engine_with(tiny("qwen3_5"), num_states=3)
+    begin_copy(engine, two_requests(), monkeypatch)
+    assert engine.cache.states.num_free == 0
+    saved = engine.tiers.prefixes.num_pieces
+    engine.weights.sleep(1)
+    at_sleep = engine.tiers.prefixes.num_pieces
+    assert at_sleep > saved
+    engine.weights.wake_up()
+    engine.tiers.prefixes.save_evicted()
+    assert engine.tiers.prefixes.num_pieces == at_sleep
 
 
 def make_with_tiers(folder, path, **options):
