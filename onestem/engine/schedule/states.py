@@ -114,7 +114,10 @@ class States:
             self._mark(draft, sequence)
         found: Run | None = None
         path = sequence.path(self._cache.tree.num_splits)
+        begin = self._deepest(sequence)
         for run in path:
+            if run.maker is sequence and run.end < begin:  # asked of it while that was copied
+                run.maker = None
             if run.end > limit or run.maker is sequence:
                 break
             if run.snapshot >= 0 and self.pool.is_there(run):
@@ -125,6 +128,12 @@ class States:
         if found is not None:
             mine.source, mine.at = self.pool.read(found, _above(found)), found.end
         return True
+
+    def _deepest(self, sequence: Sequence) -> int:
+        """Where the deepest snapshot is that a sequence may go on from; 0: nowhere."""
+        path, limit = sequence.path(self._cache.tree.num_splits), sequence.match_limit
+        there = (run.end for run in path if run.snapshot >= 0 and self.pool.is_there(run))
+        return max((end for end in there if end <= limit), default=0)
 
     def advance(self, sequence: Sequence, chunk: Chunk, again: int) -> None:
         """Note that a chunk's rows, of which the first are computed `again`, are in a sequence's
@@ -171,10 +180,7 @@ class States:
     def _mark(self, draft: StepDraft, sequence: Sequence) -> None:
         """Say who takes the snapshots that are wanted on a sequence's path."""
         last, above, state = 0, 0, sequence.state
-        path = sequence.path(self._cache.tree.num_splits)
-        begins = [run.end for run in path if run.snapshot >= 0 and self.pool.is_there(run)]
-        # It goes on from there, and not from before it to take others.
-        begin = max((end for end in begins if end <= sequence.match_limit), default=0)
+        begin = self._deepest(sequence)  # it goes on from there, and not from before it
         planned = state.request.branches is not None and not state.metrics.num_preempted
         for end, is_awaited in sorted(self._wanted(sequence).items()):
             if planned and not is_awaited:  # those before it may have taken it earlier
