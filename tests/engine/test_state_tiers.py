@@ -18,7 +18,14 @@ from tests.engine import test_tiers
 from tests.engine.harness import make_engine, requests_for
 from tests.engine.test_pml_tiers import same
 from tests.engine.test_states import Traffic
-from tests.engine.test_tiers import DAMAGES, few_tokens, long_prompts, run
+from tests.engine.test_tiers import (
+    DAMAGES,
+    computed_again,
+    few_tokens,
+    goes_on_after_restarts,
+    long_prompts,
+    run,
+)
 
 __all__ = ["few_tokens"]
 
@@ -95,16 +102,7 @@ def test_a_prompt_that_differs_begins_at_the_state_before(tiny, tmp_path):
 
 
 def test_a_conversation_goes_on_after_a_restart(tiny, tmp_path):
-    """Each turn in a process of its own: it computes its own tokens and no others."""
-    plain, prompt = make_engine(tiny("qwen3_5")), long_prompts(1)[0]
-    for _ in range(4):
-        engine = engine_with(tiny("qwen3_5"), tmp_path)
-        found = run(engine, requests_for([prompt], max_tokens=9))
-        assert same(found, run(plain, requests_for([prompt], max_tokens=9)))
-        if len(prompt) > 130:
-            assert found[2]["0"] == 1 + 12  # the last sampled token is in no state
-        prompt = prompt + found[0]["0"][0] + list(range(7, 19))
-        engine.close()
+    goes_on_after_restarts(tiny("qwen3_5"), tmp_path)
 
 
 @pytest.mark.parametrize("num_states", [3, 64])
@@ -125,18 +123,10 @@ def test_a_second_job_computes_its_own_tokens(tiny, tmp_path, num_states):
         )
         for i, prompt in enumerate(prompts)
     ]
-    results = []
-    for _ in range(2):
-        engine = engine_with(tiny("qwen3_5"), tmp_path, num_states=num_states)
-        outputs = {out.request_id: out for out in engine.run(requests)}
-        engine.check()
-        engine.close()
-        results.append(outputs)
-    first, second = results
-    assert {n: o.outputs[0].token_ids for n, o in first.items()} == {
-        n: o.outputs[0].token_ids for n, o in second.items()
-    }
-    assert sum(o.metrics.num_computed_tokens for o in second.values()) == 20 * len(prompts)
+    computed = computed_again(
+        requests, lambda: engine_with(tiny("qwen3_5"), tmp_path, num_states=num_states)
+    )
+    assert computed == 20 * len(prompts)
     states = {path.name.partition(".")[0] for path in tmp_path.glob("*-state.*")}
     assert len(states) == len(heads)
 

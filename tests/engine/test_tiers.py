@@ -131,17 +131,37 @@ def test_a_prompt_that_differs_takes_the_beginning(tiny, tmp_path):
     assert found[2]["0"] == len(other) - 83
 
 
-def test_a_conversation_goes_on_after_a_restart(tiny, tmp_path):
-    """Each turn in a process of its own: it computes its own tokens and no others."""
+def goes_on_after_restarts(path, folder):
+    """A conversation; each turn in an engine of its own computes its own tokens and no others."""
     prompt = long_prompts(1)[0]
     for _ in range(4):
-        engine = engine_with(tiny("llama"), tmp_path)
-        tokens, _, computed = run(engine, requests_for([prompt], max_tokens=9))
-        assert tokens == run(make_engine(tiny("llama")), requests_for([prompt], max_tokens=9))[0]
+        engine = engine_with(path, folder)
+        found = run(engine, requests_for([prompt], max_tokens=9))
+        assert same(found, run(make_engine(path), requests_for([prompt], max_tokens=9)))
         if len(prompt) > 130:
-            assert computed["0"] == 1 + 12  # the last sampled token has no keys and values
-        prompt = prompt + tokens["0"][0] + list(range(7, 19))
+            assert found[2]["0"] == 1 + 12  # of the last sampled token nothing is kept
+        prompt = prompt + found[0]["0"][0] + list(range(7, 19))
         engine.close()
+
+
+def test_a_conversation_goes_on_after_a_restart(tiny, tmp_path):
+    goes_on_after_restarts(tiny("llama"), tmp_path)
+
+
+def computed_again(requests, make):
+    """Tokens that a second engine of `make` computes for a job; it has the answers of the first."""
+    results = []
+    for _ in range(2):
+        engine = make()
+        outputs = {out.request_id: out for out in engine.run(requests)}
+        engine.check()
+        engine.close()
+        results.append(outputs)
+    first, second = results
+    assert {n: o.outputs[0].token_ids for n, o in first.items()} == {
+        n: o.outputs[0].token_ids for n, o in second.items()
+    }
+    return sum(o.metrics.num_computed_tokens for o in second.values())
 
 
 def only_many_readers_pay(stores, monkeypatch):
@@ -168,19 +188,14 @@ def test_a_second_job_computes_its_own_tokens(tiny, tmp_path, monkeypatch, on_gp
         )
         for i, prompt in enumerate(prompts)
     ]
-    results = []
-    for _ in range(2):
+
+    def make():
         engine = engine_with(tiny("llama"), tmp_path, num_pages=40)
         if on_gpu:
             only_many_readers_pay(engine.tiers.stores, monkeypatch)
-        outputs = {out.request_id: out for out in engine.run(requests)}
-        engine.close()
-        results.append(outputs)
-    first, second = results
-    assert {n: o.outputs[0].token_ids for n, o in first.items()} == {
-        n: o.outputs[0].token_ids for n, o in second.items()
-    }
-    assert sum(o.metrics.num_computed_tokens for o in second.values()) == 20 * len(prompts)
+        return engine
+
+    assert computed_again(requests, make) == 20 * len(prompts)
     kept = sum(int(path.stem.split("-")[2]) for path in tmp_path.iterdir())
     assert kept == sum(map(len, heads))
 

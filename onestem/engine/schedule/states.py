@@ -110,11 +110,11 @@ class States:
         snapshot that another sequence will take."""
         mine, limit = sequence.state_slot, sequence.match_limit
         assert mine is not None
+        begin = self._deepest(sequence)
         if self._cache.enabled:
-            self._mark(draft, sequence)
+            self._mark(draft, sequence, begin)
         found: Run | None = None
         path = sequence.path(self._cache.tree.num_splits)
-        begin = self._deepest(sequence)
         for run in path:
             if run.maker is sequence and run.end < begin:  # asked of it while that was copied
                 run.maker = None
@@ -177,10 +177,10 @@ class States:
             mine.source, mine.at = state.source, chunk.start
             mine.is_begun = state.source == mine.slot
 
-    def _mark(self, draft: StepDraft, sequence: Sequence) -> None:
-        """Say who takes the snapshots that are wanted on a sequence's path."""
+    def _mark(self, draft: StepDraft, sequence: Sequence, begin: int) -> None:
+        """Say who takes the snapshots that are wanted on a sequence's path after token `begin`,
+        from which it goes on."""
         last, above, state = 0, 0, sequence.state
-        begin = self._deepest(sequence)  # it goes on from there, and not from before it
         planned = state.request.branches is not None and not state.metrics.num_preempted
         for end, is_awaited in sorted(self._wanted(sequence).items()):
             if planned and not is_awaited:  # those before it may have taken it earlier

@@ -272,7 +272,7 @@ class TierStores:
                 self.stats.not_written += 1
                 return
             rows = None  # what the host has of it then
-        ids = torch.tensor(tokens.tolist(), dtype=torch.int32)
+        ids = torch.tensor(tokens.tolist(), dtype=torch.int32)  # `from_numpy`'s empty ones fail
         future = self._writer.submit(self._write, name, ids, rows, wait)
         self._writing[name] = future, 0 if rows is None else kv.nbytes
         future.add_done_callback(lambda _: self._writing.pop(name, None))
