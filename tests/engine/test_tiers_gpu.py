@@ -109,8 +109,9 @@ def test_a_step_waits_for_what_it_writes_to(tiny):
     answer(engine, [first])
     before = bits(engine)
     engine.cache.make_room(engine.cache.pool.num_pages)
-    with torch.cuda.stream(engine.launcher.runner.copies._out):
-        torch.cuda._sleep(1 << 30)
+    for stream, _ in engine.launcher.runner.copies._out:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1 << 30)
     answer(engine, [second])
     engine.cache.make_room(engine.cache.pool.num_pages)
     answer(engine, [first])
