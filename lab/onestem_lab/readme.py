@@ -181,13 +181,14 @@ def _about_jobs(results: list[Result]) -> str:
     (version,) = {result["vllm"]["version"] for result in results}
     days = sorted(result["date"] for result in results)
     rows = [
-        (work["against"]["vllm"], _row(result["model"], work))
+        (work["against"]["vllm"], _row(result, work))
         for result in results
         for work in _works(result)
     ]
     table = "\n".join(row for _, row in sorted(rows, key=lambda row: -row[0]))
     return f"""All results of `python -m onestem_lab.beside_vllm`: one {device}, random weights, \
-vLLM with its prefix cache. One engine ran after the other; medians,
+vLLM with its prefix cache, in its batch-invariant mode where bits are equal. One engine ran after \
+the other; medians,
 {days[0]} to {days[-1]}.
 
 | job | model's shape | Onestem | vLLM {version} | |
@@ -195,14 +196,15 @@ vLLM with its prefix cache. One engine ran after the other; medians,
 {table}"""
 
 
-def _row(model: str, work: Result) -> str:
+def _row(result: Result, work: Result) -> str:
     kind, ours = next(iter(work["engines"].items()))
     runs = work["vllm"]["runs"]
     job, sampled = _told(work["work"], runs)
-    name = MODELS[model.removeprefix("shape:")]
+    name = MODELS[result["model"].removeprefix("shape:")]
+    kind = kind.replace("bfloat16", "bf16") + ", equal bits" * result.get("deterministic", False)
     counts = f"{_times(len(ours['runs']))}", f"{_times(len(runs))}{sampled}"
     return (
-        f"| {job} | {name}, {kind.replace('bfloat16', 'bf16')} "
+        f"| {job} | {name}, {kind} "
         f"| {figure(ours['median'])} {work['unit']} ({counts[0]}) "
         f"| {figure(work['vllm']['median'])} ({counts[1]}) "
         f"| {work['against']['vllm']:.1f}x |"
@@ -215,6 +217,8 @@ def _told(work: str, runs: list[Result]) -> tuple[str, str]:
     sizes = [int(size) for size in re.findall(r"\d+", rest)]
     if kind == "job":
         groups, degree, prefix, *_ = sizes
+        if not prefix:
+            return "one request" if groups == 1 else f"{groups} requests that share nothing", ""
         behind = "one prefix" if groups == 1 else f"{groups} prefixes"
         return f"{groups * degree} requests behind {behind} of {prefix:,} tokens", ""
     if kind == "samples":
