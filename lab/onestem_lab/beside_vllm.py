@@ -1,8 +1,9 @@
 """Onestem and vLLM on one device, one after the other: a model's shape with random weights.
 
     python -m onestem_lab.beside_vllm --model shape:llama3.1-8b --work 'job 40x16 2000/200/100'
-        --work 'samples 64x16 512/512' --work 'exam 10x2000' [--quantization fp8] [--repeats 3]
-        [--peer-repeats 2] [--peer-questions 100] [--device cuda] [--deterministic] [--out FILE]
+        --work 'samples 64x16 512/512' --work 'exam 10x2000' [--quantization fp8] [--share storage]
+        [--repeats 3] [--peer-repeats 2] [--peer-questions 100] [--device cuda] [--deterministic]
+        [--out FILE]
 
 Work, in tokens:
 
@@ -19,7 +20,8 @@ Work, in tokens:
 vLLM runs first, in a process of its own (of the interpreter that ONESTEM_VLLM_PYTHON names), with
 prefix caching, compiled, and the settings that the result holds; then it ends, and Onestem has the
 device. Loading counts for neither, a small job of each kind goes before the clock, and caches are
-empty. `--quantization` rounds the weights of both; Onestem then runs in 16 bits too.
+empty. `--quantization` rounds the weights of both; Onestem then runs in 16 bits too, unless
+`--share` names other modes of sharing that it is to run in beside `full`.
 `--deterministic` is ours and the batch-invariant mode of vLLM. Both have the KV memory of
 `--kv-memory`, if it is given. `--wait` imports, and goes on when a line comes on stdin: a driver
 has others prepare while one measures.
@@ -195,7 +197,7 @@ def main() -> None:
         try:
             began = time.perf_counter()
             settings = peer_settings(options, longest)
-            result["vllm"] = vllm.load(settings)
+            result["vllm"] = vllm.load(find_model(options.model), settings)
             result["vllm"]["settings"]["model"] = options.model  # a path of this machine there
             result["vllm"]["load_seconds"] = time.perf_counter() - began
             for work in works:
@@ -211,21 +213,20 @@ def main() -> None:
         if options.out is not None:
             write(options.out, {**result, "vllm_runs": peers})
         wait_for_memory(options.device)
-    kinds = [options.quantization, None] if options.quantization else [None]
+    engines = our_engines(options)
     result["works"] = [{"work": work.name, "unit": work.unit, "engines": {}} for work in works]
-    for kind in kinds:
+    for name, settings in engines.items():
         began = time.perf_counter()
         with LLM(
-            options.model, device=options.device, dtype="bfloat16", quantization=kind,
-            kv_memory=options.kv_memory, max_model_len=longest, seed=0,
-            deterministic=options.deterministic,
+            options.model, device=options.device, dtype="bfloat16", kv_memory=options.kv_memory,
+            max_model_len=longest, seed=0, deterministic=options.deterministic, **settings,
         ) as llm:  # fmt: skip
             loaded = time.perf_counter() - began
             result["device"] = device_name(llm.device)
             for work, found in zip(works, result["works"], strict=True):
                 work.warm(llm)
                 runs = repeated(partial(work.run, llm), options.repeats)
-                found["engines"][kind or "bfloat16"] = {
+                found["engines"][name] = {
                     "median": medians(runs), "load_seconds": loaded, "kv_tokens": llm.kv_tokens,
                     "runs": runs,
                 }  # fmt: skip
@@ -236,6 +237,15 @@ def main() -> None:
         tell(summary(options.model.removeprefix("shape:"), found))
     if options.out is not None:
         write(options.out, result)
+
+
+def our_engines(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings of ours that differ; the first is compared with all others."""
+    kind = options.quantization
+    found: dict[str, dict[str, Any]] = {kind or "bfloat16": {"quantization": kind}}
+    if options.share:
+        return found | {share: {"quantization": kind, "share": share} for share in options.share}
+    return found | {"bfloat16": {}}
 
 
 def summary(model: str, found: dict[str, Any]) -> str:
@@ -258,9 +268,7 @@ def summary(model: str, found: dict[str, Any]) -> str:
 
 
 def peer_settings(options: argparse.Namespace, longest: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "model": str(find_model(options.model)), "dtype": "bfloat16", "max_model_len": longest,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": longest}
     if options.quantization is not None:
         settings["quantization"] = options.quantization
     if options.kv_memory != "auto":
@@ -307,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="shape:NAME")
     parser.add_argument("--work", type=work_name, action="append", required=True)
     parser.add_argument("--quantization", help="of both, as fp8")
+    parser.add_argument("--share", action="append", default=[], help="another mode of ours")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-memory", default="auto")
     parser.add_argument("--deterministic", action="store_true")

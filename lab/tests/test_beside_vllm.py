@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
 from lab.tests.test_vllm_process import asked
+from onestem.shapes import find_shape
 from onestem_lab import beside_vllm, gpu_jobs
+from onestem_lab.peers.vllm_model import model_settings
 
 __all__ = ["asked"]  # a fixture
 
@@ -40,6 +43,25 @@ def test_both_do_the_same_work(asked, monkeypatch, tmp_path, capsys, more):
     assert len(last) == 4
     assert len({tuple(ids[:-1]) for ids in last}) == 1
     assert capsys.readouterr().out.count("vLLM") == 6
+
+
+def test_vllm_has_the_whole_of_which_a_text_model_is_a_part(tmp_path):
+    shape = find_shape("qwen3.5-9b")
+    settings = model_settings(shape, tmp_path)
+    assert settings == {"model": str(tmp_path), "language_model_only": True}
+    whole = json.loads((tmp_path / "config.json").read_text())
+    text = json.loads((shape / "config.json").read_text())
+    assert whole["text_config"].items() >= text.items()
+    assert whole["model_type"] == "qwen3_5"
+    dense = find_shape("llama3.1-8b")
+    assert model_settings(dense, tmp_path) == {"model": str(dense)}
+
+
+def test_modes_of_sharing_beside_full():
+    options = argparse.Namespace(quantization="fp8", share=["storage"])
+    assert list(beside_vllm.our_engines(options)) == ["fp8", "storage"]
+    options = argparse.Namespace(quantization="fp8", share=[])
+    assert list(beside_vllm.our_engines(options)) == ["fp8", "bfloat16"]
 
 
 def test_parts_are_commands(tmp_path):

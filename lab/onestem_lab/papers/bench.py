@@ -172,7 +172,6 @@ class Bench(AbstractContextManager["Bench"]):
             self.release()
             dtype = pick_dtype(self.options.dtype, config, self.device)
             settings = {
-                "model": str(folder),
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": positions,
                 "tensor_parallel_size": options.tensor_parallel_size,
@@ -180,7 +179,7 @@ class Bench(AbstractContextManager["Bench"]):
             if options.quantization == "int4":
                 settings["hf_overrides"] = {"quantization_config": GPTQ}
             vllm = Vllm()
-            self.versions["vllm"] = vllm.load(settings)["version"]
+            self.versions["vllm"] = vllm.load(folder, settings)["version"]
             self._vllm = options, vllm
         return self._vllm[1], config.vocab_size
 

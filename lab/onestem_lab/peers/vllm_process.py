@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from onestem.errors import ConfigError
+from onestem_lab.peers.vllm_model import model_settings
 
 __all__ = ["INTERPRETER", "SETTINGS", "Vllm", "absent_vllm", "server_command", "server_environment"]
 
@@ -52,14 +53,18 @@ class Vllm:
             env=os.environ | {"VLLM_BATCH_INVARIANT": str(int(invariant))},
         )  # fmt: skip
 
-    def load(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the engine; `settings`: arguments of `vllm.LLM`.
+    def load(self, model: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the engine.
+
+        Args:
+            model: its directory. settings: other arguments of `vllm.LLM`.
 
         Returns:
             vLLM's `version`, and all `settings`.
         """
         try:
-            return self._told({"settings": SETTINGS | dict(settings)})
+            given = SETTINGS | model_settings(model, Path(self._folder.name)) | dict(settings)
+            return self._told({"settings": given})
         except BaseException:
             self.close()
             raise
