@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from onestem import beside_vllm
+from onestem.beside_vllm import ENGINE
 from onestem.checked import show
 from onestem.errors import ConfigError, first_line
 from onestem.models.gguf.file import is_gguf
@@ -93,7 +93,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 def other_format(directory: Path) -> str:
     """What a directory holds in place of a model's files, and the way out; "": nothing known."""
     if (directory / "adapter_config.json").is_file():
-        return f"a LoRA adapter: {beside_vllm.MERGE}"
+        return f"a LoRA adapter: {ENGINE['enable_lora'].note}"
     files = sorted(file for file in directory.iterdir() if file.suffix.lower() in _FORMATS)
     found = [file for file in files if file.suffix.lower() != ".json"]
     if not found:
