@@ -22,7 +22,7 @@ from onestem.openai.forms import (
     Tools,
     held_to,
 )
-from onestem.openai.forms import families as forms
+from onestem.openai.forms.families import NAMED
 from onestem.openai.forms.form import Reasoning
 from onestem.openai.forms.reader import AnswerEvent
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
@@ -42,80 +42,84 @@ TOOLS = {
     0: {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     1: {"type": "function", "function": {"name": "g"}},
 }
-THINKING = replace(forms.HERMES, reasoning=Reasoning.tagged())
+THINKING = replace(NAMED["hermes"], reasoning=Reasoning.tagged())
 F = ("f", '{"s": "12"}')
 G = ("g", "{}")
 
 # What a form's model writes, and the calls in it.
 WRITTEN: list[tuple[Form, str, list[tuple[str, str]]]] = [
     (
-        forms.HERMES,
+        NAMED["hermes"],
         '<tool_call>\n{"name": "f", "arguments": {"s": "12"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
         [F, G],
     ),
     (
-        forms.QWEN_XML,
+        NAMED["qwen-xml"],
         '<tool_call>\n<function=f>\n<parameter=s>\n12\n"x"\n</parameter>\n<parameter=n>\n12\n'
         "</parameter>\n<parameter=e>\nx\n</parameter>\n<parameter=l>\n[1, 2]\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
         [("f", '{"s": "12\\n\\"x\\"", "n": 12, "e": "x", "l": [1, 2]}'), G],
     ),
     (
-        forms.GLM,
+        NAMED["glm"],
         "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>l</arg_key>\n"
         "<arg_value>[1, 2]</arg_value>\n</tool_call>",
         [("f", '{"s": "12", "l": [1, 2]}')],
     ),
     (
-        forms.GLM_SHORT,
+        NAMED["glm-short"],
         "<tool_call>f<arg_key>s</arg_key><arg_value>12</arg_value></tool_call>"
         "<tool_call>g</tool_call>",
         [F, G],
     ),
     (
-        forms.LLAMA,
+        NAMED["llama3"],
         '{"name": "f", "parameters": {"s": "12"}}; {"name": "g", "parameters": {}}',
         [F, G],
     ),
     (
-        forms.MISTRAL,
+        NAMED["mistral"],
         '[TOOL_CALLS] [{"name": "f", "arguments": {"s": "12"}}, {"name": "g", "arguments": {}}]',
         [F, G],
     ),
-    (forms.MISTRAL_ARGS, '[TOOL_CALLS]f[ARGS]{"s": "12"}[TOOL_CALLS]g[ARGS]{}', [F, G]),
-    (forms.MISTRAL_IDS, '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"s": "12"}', [F]),
+    (NAMED["mistral-args"], '[TOOL_CALLS]f[ARGS]{"s": "12"}[TOOL_CALLS]g[ARGS]{}', [F, G]),
+    (NAMED["mistral-ids"], '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"s": "12"}', [F]),
     (
-        forms.DEEPSEEK_V3,
+        NAMED["deepseek-v3"],
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "12"}\n'
         "```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n"
         "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [F, G],
     ),
     (
-        forms.DEEPSEEK_V31,
+        NAMED["deepseek-v3.1"],
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "12"}<｜tool▁call▁end｜>'
         "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [F, G],
     ),
     (
-        forms.KIMI,
+        NAMED["kimi-k2"],
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
         '{"s": "12"}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>'
         "{}<|tool_call_end|><|tool_calls_section_end|>",
         [F, G],
     ),
-    (forms.GRANITE, '<|tool_call|>[{"name": "f", "arguments": {"s": "12"}}]', [F]),
-    (forms.PHI, 'functools[{"name": "f", "arguments": {"s": "12"}}]', [F]),
-    (forms.PHI_MARKED, '<|tool_call|>{"name": "f", "arguments": {"s": "12"}}<|/tool_call|>', [F]),
+    (NAMED["granite3"], '<|tool_call|>[{"name": "f", "arguments": {"s": "12"}}]', [F]),
+    (NAMED["phi4-mini"], 'functools[{"name": "f", "arguments": {"s": "12"}}]', [F]),
     (
-        forms.HARMONY,
+        NAMED["phi4-marked"],
+        '<|tool_call|>{"name": "f", "arguments": {"s": "12"}}<|/tool_call|>',
+        [F],
+    ),
+    (
+        NAMED["harmony"],
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"s": "12"}',
         [F],
     ),
-    (forms.HARMONY, ' to=functions.f<|channel|>commentary json<|message|>{"s": "12"}', [F]),
+    (NAMED["harmony"], ' to=functions.f<|channel|>commentary json<|message|>{"s": "12"}', [F]),
     (
-        forms.GEMMA,
+        NAMED["gemma4"],
         '<|tool_call>call:f{e:<|"|>x<|"|>,l:[1,2],n:3,s:<|"|>1"2<|"|>}<tool_call|>'
         "<|tool_call>call:g{}<tool_call|>",
         [("f", '{"e": "x", "l": [1, 2], "n": 3, "s": "1\\"2"}'), G],
@@ -135,16 +139,16 @@ ANSWERS = [
     (THINKING, "<thi", False, "<thi", "", []),
     (THINKING, "Hm <tool_call> is", True, "", "Hm <tool_call> is", []),
     (THINKING, f"A <tool_call> is</think>So {CALL}", True, "So", "A <tool_call> is", ["f", "g"]),
-    (forms.HARMONY, f"{THOUGHT}{WRITTEN[14][1]}<|call|>", False, "", "Hm.\n\nSo.", ["f"]),
-    (forms.HARMONY, f"{THOUGHT}{WRITTEN[15][1]}", False, "", "Hm.\n\nSo.", ["f"]),
+    (NAMED["harmony"], f"{THOUGHT}{WRITTEN[14][1]}<|call|>", False, "", "Hm.\n\nSo.", ["f"]),
+    (NAMED["harmony"], f"{THOUGHT}{WRITTEN[15][1]}", False, "", "Hm.\n\nSo.", ["f"]),
     (
-        forms.HARMONY,
+        NAMED["harmony"],
         f"{THOUGHT}<|channel|>final<|message|>Hi to=functions.f.<|return|>",
         False, "Hi to=functions.f.", "Hm.\n\nSo.", [],
     ),
-    (forms.HARMONY, '{"a": 1}', False, '{"a": 1}', "", []),
+    (NAMED["harmony"], '{"a": 1}', False, '{"a": 1}', "", []),
     (
-        forms.GEMMA,
+        NAMED["gemma4"],
         f"<|channel>thought\nHm.\n<channel|>Hi{WRITTEN[-1][1]}<|tool_response>",
         False, "Hi", "Hm.", ["f", "g"],
     ),
@@ -191,10 +195,10 @@ def test_what_a_form_writes_is_read(form, text, calls):
 
 
 def test_ids_that_a_model_writes_are_those_of_its_calls():
-    assert ReadAnswer.of(WRITTEN[10][1], reading_of(forms.KIMI)).ids == [
+    assert ReadAnswer.of(WRITTEN[10][1], reading_of(NAMED["kimi-k2"])).ids == [
         "functions.f:0", "functions.g:1"
     ]  # fmt: skip
-    assert ReadAnswer.of(WRITTEN[7][1], reading_of(forms.MISTRAL_IDS)).ids == ["abcdefgh1"]
+    assert ReadAnswer.of(WRITTEN[7][1], reading_of(NAMED["mistral-ids"])).ids == ["abcdefgh1"]
 
 
 @pytest.mark.parametrize(("form", "text", "opened", "told", "thought", "names"), ANSWERS)
@@ -223,7 +227,10 @@ def test_most_texts_are_given_out_as_they_are():
     reader.feed("</think>\n\nHi")
     told = [reader.plain(text) for text in (" so", "<tool_call>")]
     assert (told, reader.mode) == ([" so", None], "text")
-    for reading in (Reading(form=forms.HERMES, calls=False), Reading(form=THINKING, calls=False)):
+    for reading in (
+        Reading(form=NAMED["hermes"], calls=False),
+        Reading(form=THINKING, calls=False),
+    ):
         reader = AnswerReader(reading)
         reader.feed("<think>Hm.</think>\n\nHi")
         assert (reader.plain(" <tool_call> "), reader.mode) == (" <tool_call> ", "text")
@@ -329,10 +336,14 @@ def test_the_grammar_admits_what_the_form_writes(compilers, kind, form, text, ca
 @pytest.mark.parametrize(
     ("form", "good", "bad"),
     [
-        (forms.QWEN_XML, "<parameter=e>\ny\n</parameter>", "<parameter=e>\nz\n</parameter>"),
-        (forms.GLM, "<arg_key>n</arg_key>\n<arg_value>4<", "<arg_key>n</arg_key>\n<arg_value>b<"),
-        (forms.GEMMA, "l:[1,2],n:3", 'l:[1,<|"|>a<|"|>],n:3'),
-        (forms.GEMMA, 's:<|"|>', "t:1,"),
+        (NAMED["qwen-xml"], "<parameter=e>\ny\n</parameter>", "<parameter=e>\nz\n</parameter>"),
+        (
+            NAMED["glm"],
+            "<arg_key>n</arg_key>\n<arg_value>4<",
+            "<arg_key>n</arg_key>\n<arg_value>b<",
+        ),
+        (NAMED["gemma4"], "l:[1,2],n:3", 'l:[1,<|"|>a<|"|>],n:3'),
+        (NAMED["gemma4"], 's:<|"|>', "t:1,"),
     ],
 )
 def test_values_without_json_are_held_to_their_schemas_too(compilers, form, good, bad):
@@ -342,8 +353,8 @@ def test_values_without_json_are_held_to_their_schemas_too(compilers, form, good
     text = next(text for one, text, _ in WRITTEN if one == form)
     if good not in text:
         text = {
-            forms.QWEN_XML: text.replace("<parameter=e>\nx\n</parameter>", good),
-            forms.GLM: text.replace("<arg_key>l</arg_key>\n<arg_value>[1, 2]<", good),
+            NAMED["qwen-xml"]: text.replace("<parameter=e>\nx\n</parameter>", good),
+            NAMED["glm"]: text.replace("<arg_key>l</arg_key>\n<arg_value>[1, 2]<", good),
         }[form]
     assert refused(tokenizer, compiler, tag, text) == ""
     assert refused(tokenizer, compiler, tag, text.replace(good, bad)) != ""
@@ -361,11 +372,11 @@ def test_lengths_and_references_hold_in_every_syntax(compilers):
     tools = Tools(mode="required", allowed=allowed)
     for form, text in (
         (
-            forms.HERMES,
+            NAMED["hermes"],
             '<tool_call>\n{"name": "f", "arguments": {"s": "abc", "r": 1}}\n</tool_call>',
         ),
         (
-            forms.QWEN_XML,
+            NAMED["qwen-xml"],
             "<tool_call>\n<function=f>\n<parameter=s>\nabc\n</parameter>\n<parameter=r>\n1\n"
             "</parameter>\n</function>\n</tool_call>",
         ),

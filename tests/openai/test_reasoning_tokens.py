@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from onestem.openai.forms import Reading
-from onestem.openai.forms import families as forms
+from onestem.openai.forms.families import NAMED
 from onestem.openai.forms.form import Reasoning
 from onestem.openai.write import ResponseFormat, answer_body, reasoning_tokens
 from onestem.request import CompletionOutput, RequestOutput
 
-THINKING = replace(forms.HERMES, reasoning=Reasoning.tagged())
+THINKING = replace(NAMED["hermes"], reasoning=Reasoning.tagged())
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 # Answers, with reasoning and its marks between brackets, and whether the prompt opens it.
 ANSWERS = [
@@ -28,20 +28,20 @@ ANSWERS = [
     (THINKING, f"[<think>Hm <tool_call> is</think>]So.{CALL} é", False),
     (THINKING, "Hi <think> and </think>", False),
     (THINKING, "<thi", False),
-    (forms.HERMES, "<think>Hm.</think>Hi.", False),
+    (NAMED["hermes"], "<think>Hm.</think>Hi.", False),
     (
-        forms.HARMONY,
+        NAMED["harmony"],
         "[<|channel|>analysis<|message|>Hm.<|end|>][<|start|>assistant<|channel|>analysis"
         "<|message|>So. é<|end|>]<|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
         False,
     ),
     (
-        forms.HARMONY,
+        NAMED["harmony"],
         "[<|channel|>analysis<|message|>Hm.]<|start|>assistant to=functions.f<|channel|>commentary "
         'json<|message|>{"a": 1}<|call|>[<|start|>assistant<|channel|>analysis<|message|>So.',
         False,
     ),
-    (forms.GEMMA, "Hi[<|channel>thought\né.\n<channel|>]So[<|channel>thoughtHm", False),
+    (NAMED["gemma4"], "Hi[<|channel>thought\né.\n<channel|>]So[<|channel>thoughtHm", False),
 ]
 
 

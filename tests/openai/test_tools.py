@@ -17,7 +17,8 @@ from onestem.engine.grammar.held import held_schema
 from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.errors import RequestError
 from onestem.openai.forms import AnswerReader, ReadAnswer, Reading, form_of
-from onestem.openai.forms import families as forms
+from onestem.openai.forms.families import NAMED
+from onestem.openai.forms.form import Form
 from onestem.openai.read import read_body
 from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
@@ -44,7 +45,7 @@ def llm():
         yield made
 
 
-def read(text: str, form: forms.Form) -> ReadAnswer:
+def read(text: str, form: Form) -> ReadAnswer:
     return ReadAnswer.of(text, Reading(form=form))
 
 
@@ -68,32 +69,37 @@ def ask_all(llm: LLM, bodies: list[dict[str, Any]]):
 # --- reading -----------------------------------------------------------------------------------
 
 TEXTS = [
-    (forms.HERMES, "no call", "no call", []),
-    (forms.HERMES, "half a <tool_ca", "half a <tool_ca", []),
-    (forms.HERMES, "one < two <tool_call> that is none", "one < two <tool_call> that is none", []),
+    (NAMED["hermes"], "no call", "no call", []),
+    (NAMED["hermes"], "half a <tool_ca", "half a <tool_ca", []),
     (
-        forms.HERMES,
+        NAMED["hermes"],
+        "one < two <tool_call> that is none",
+        "one < two <tool_call> that is none",
+        [],
+    ),
+    (
+        NAMED["hermes"],
         'Now. \n<tool_call>\n{"name": "f", "arguments": {"x":"}</tool_call>\\""}}\n</tool_call>\n'
         '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
         "Now.",
         [("f", '{"x":"}</tool_call>\\""}'), ("g", "{}")],
     ),
-    (forms.HERMES, '<tool_call>\n{"name": "f", "arguments": {"x":[1,', "", [("f", '{"x":[1,')]),
+    (NAMED["hermes"], '<tool_call>\n{"name": "f", "arguments": {"x":[1,', "", [("f", '{"x":[1,')]),
     (
-        forms.LLAMA,
+        NAMED["llama3"],
         '{"name": "f", "parameters": {"a": "}{"}}; {"name": "g", "parameters": {}}',
         "",
         [("f", '{"a": "}{"}'), ("g", "{}")],
     ),
-    (forms.LLAMA, '{"nam": 1} and text', '{"nam": 1} and text', []),
+    (NAMED["llama3"], '{"nam": 1} and text', '{"nam": 1} and text', []),
     (
-        forms.MISTRAL,
+        NAMED["mistral"],
         'hi [TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
         "hi",
         [("f", '{"a": [1]}'), ("g", "{}")],
     ),
     (
-        forms.MISTRAL_ARGS,
+        NAMED["mistral-args"],
         '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": "\\"}"}',
         "",
         [("f", '{"a": 1}'), ("g", '{"b": "\\"}"}')],
@@ -130,12 +136,12 @@ def test_pieces_give_what_the_whole_gives(form, text, content, calls, seed) -> N
 
 
 def test_forms_are_told_by_their_templates() -> None:
-    assert form_of("{{ tools }} <tool_call>") is forms.HERMES
-    assert form_of('{{ tools }} {"name": name, "parameters": x}') is forms.LLAMA
-    assert form_of("{{ tools }} [TOOL_CALLS] [") is forms.MISTRAL
-    assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is forms.MISTRAL_ARGS
+    assert form_of("{{ tools }} <tool_call>") is NAMED["hermes"]
+    assert form_of('{{ tools }} {"name": name, "parameters": x}') is NAMED["llama3"]
+    assert form_of("{{ tools }} [TOOL_CALLS] [") is NAMED["mistral"]
+    assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is NAMED["mistral-args"]
     assert form_of("{{ messages }} <tool_call>") is None
-    assert form_of("{{ tools }} <tool_call><function=") is forms.QWEN_XML
+    assert form_of("{{ tools }} <tool_call><function=") is NAMED["qwen-xml"]
     assert form_of("{{ tools }}") is None
 
 
@@ -208,7 +214,9 @@ def test_whom_a_choice_lets_call(llm) -> None:
     assert called(tool_choice="none") == []
 
 
-@pytest.mark.parametrize("form", [forms.HERMES, forms.LLAMA, forms.MISTRAL, forms.MISTRAL_ARGS])
+@pytest.mark.parametrize(
+    "form", [NAMED["hermes"], NAMED["llama3"], NAMED["mistral"], NAMED["mistral-args"]]
+)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_each_form_reads_what_it_makes(llm, form, parallel) -> None:
     """The grammar of a form, over the embedded model's tokens, against its parser."""
@@ -279,7 +287,7 @@ def test_any_object_is_written_for_such_a_schema(llm) -> None:
     function = {"name": "f", "parameters": {"not": {"required": ["x"]}}}
     asked = read_body("chat", {"messages": USER, "tool_choice": "required",
                                "tools": [{"type": "function", "function": function}]})  # fmt: skip
-    held = asked.held(forms.MISTRAL_ARGS, lambda name: None, held_schema)
+    held = asked.held(NAMED["mistral-args"], lambda name: None, held_schema)
     state = llm.engine.requests.grammars.compile(held.params.response_format)
     text = '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}, "c": "d"}'
     for token in llm.tokenizer.encode(text, add_special_tokens=False):
@@ -344,13 +352,13 @@ def test_an_answer_beside_tools_has_its_format(llm) -> None:
 
 def test_a_call_that_a_stop_string_cuts_is_open() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"u":"'
-    assert read(text, forms.HERMES).is_cut
-    assert not read(text + '"}}\n</tool_call>', forms.HERMES).is_cut
+    assert read(text, NAMED["hermes"]).is_cut
+    assert not read(text + '"}}\n</tool_call>', NAMED["hermes"]).is_cut
 
 
 def test_plain_json_is_no_call_of_llama(llm) -> None:
     asked = read_body("chat", {"messages": USER, "tools": [ADD], "temperature": 0})
-    held = asked.held(forms.LLAMA, lambda name: None, held_schema)
+    held = asked.held(NAMED["llama3"], lambda name: None, held_schema)
     state = llm.engine.requests.grammars.compile(held.params.response_format)
     for token in llm.tokenizer.encode('It is {"name": "Bob", "age": 3}', add_special_tokens=False):
         state.accept(token)
@@ -371,10 +379,10 @@ def marked(tmp_path_factory):
 CITY = {"properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 IN_CITY = {"type": "function", "function": {"name": "f", "parameters": CITY}}
 MARKED = [
-    (forms.HERMES, [MARKS[2], '\n{"name": "f", "arguments": {"city": "Rome"}}\n', MARKS[3]]),
-    (forms.LLAMA, [MARKS[4], '{"name": "f", "parameters": {"city": "Rome"}}']),
-    (forms.MISTRAL, [MARKS[0], ' [{"name": "f", "arguments": {"city": "Rome"}}]']),
-    (forms.MISTRAL_ARGS, [MARKS[0], "f", MARKS[1], '{"city": "Rome"}']),
+    (NAMED["hermes"], [MARKS[2], '\n{"name": "f", "arguments": {"city": "Rome"}}\n', MARKS[3]]),
+    (NAMED["llama3"], [MARKS[4], '{"name": "f", "parameters": {"city": "Rome"}}']),
+    (NAMED["mistral"], [MARKS[0], ' [{"name": "f", "arguments": {"city": "Rome"}}]']),
+    (NAMED["mistral-args"], [MARKS[0], "f", MARKS[1], '{"city": "Rome"}']),
 ]
 
 
