@@ -35,22 +35,6 @@ from onestem.parallel import Team
 from onestem.planner import default_order
 from onestem.threads import ram_bytes, usable_cores
 
-__all__ = [
-    "GIB",
-    "GPU_SHARE",
-    "build_engine",
-    "bits_identity",
-    "check_deterministic",
-    "check_ranks",
-    "kv_memory_bytes",
-    "largest_decode",
-    "kv_identity",
-    "kv_sizes",
-    "pick_device",
-    "pick_dtype",
-    "set_threads",
-]
-
 GIB = 2**30
 GPU_SHARE = 0.9  # of a GPU's free memory, for KV
 READ_MEMORY = 2 * GIB  # of the host, at most, for what is read from a disk, where none is asked for

@@ -13,21 +13,3 @@ from onestem.batch.interface import (
 )
 from onestem.batch.job import run_job
 from onestem.batch.lengths import ASSUMED_TOKENS, OpenEnded, expected_outputs
-
-__all__ = [
-    "ASSUMED_TOKENS",
-    "DIED_TWICE",
-    "EngineDiedError",
-    "JobInput",
-    "JobInterrupted",
-    "JobSummary",
-    "OpenEnded",
-    "Progress",
-    "Rules",
-    "SpooledPrompts",
-    "expected_outputs",
-    "model_files",
-    "model_identity",
-    "output_lengths",
-    "run_job",
-]

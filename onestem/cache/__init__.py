@@ -5,5 +5,3 @@ from onestem.cache.pages import PagePool
 from onestem.cache.prefix import PrefixCache
 from onestem.cache.run import Run
 from onestem.cache.states import StatePool, StateSlot
-
-__all__ = ["ModuleRun", "ModuleStore", "PagePool", "PrefixCache", "Run", "StatePool", "StateSlot"]

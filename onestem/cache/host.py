@@ -9,8 +9,6 @@ from torch import Tensor
 
 from onestem.cache.pauses import CLEARLY, BothPauses
 
-__all__ = ["HostStore"]
-
 AWAITED = 3 / 4  # half is read ahead, and what is read already waits for its turn
 
 

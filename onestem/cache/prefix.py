@@ -22,8 +22,6 @@ from onestem.cache.states import StatePool
 from onestem.errors import CacheError
 from onestem.tree import PLAIN, Label, RadixTree, Stretch, cut
 
-__all__ = ["PrefixCache"]
-
 # Minimum pages that a run loses at a time: pages freed one by one would be scattered. A small pool
 # frees fewer, since what is left of the run may be needed.
 LEAST_EVICTED, LEAST_EVICTED_SHARE = 16, 1 / 64

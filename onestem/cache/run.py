@@ -10,8 +10,6 @@ import numpy as np
 from onestem.cache.pages import PagePool
 from onestem.tree import PLAIN, Label, Node
 
-__all__ = ["Run"]
-
 NO_ANSWER = 2**62  # an index that no sequence has
 
 

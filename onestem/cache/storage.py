@@ -26,8 +26,6 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 
-__all__ = ["DiskStore"]
-
 log = logging.getLogger(__name__)
 
 FORMAT = "onestem kv 4"

@@ -1,5 +1,3 @@
 """The command line: one file per verb. Data on stdout, everything else on stderr."""
 
 from onestem.cli.app import main
-
-__all__ = ["main"]

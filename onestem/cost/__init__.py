@@ -5,19 +5,3 @@ from onestem.cost.job import Forecast, forecast
 from onestem.cost.rates import Curve, Rates, named_devices, named_rates
 from onestem.cost.step import ModelShape, StepCost
 from onestem.cost.work import Limits, Work
-
-__all__ = [
-    "TOKENS",
-    "Curve",
-    "Forecast",
-    "Limits",
-    "ModelShape",
-    "Rates",
-    "StepCost",
-    "Weights",
-    "Work",
-    "deal_costs",
-    "forecast",
-    "named_devices",
-    "named_rates",
-]

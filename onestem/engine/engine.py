@@ -44,8 +44,6 @@ from onestem.options import EngineOptions
 from onestem.planner import Planned
 from onestem.request import Request, RequestOutput
 
-__all__ = ["Engine", "EngineStats"]
-
 log = logging.getLogger(__name__)
 
 # A step that can only wait for a grammar ends after this, to see what else has come.

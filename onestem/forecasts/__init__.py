@@ -3,11 +3,3 @@
 from onestem.forecasts.dealt import STEAL_REQUESTS, Dealt, dealt_parts
 from onestem.forecasts.target import Target
 from onestem.forecasts.watch import JobWatch
-
-__all__ = [
-    "STEAL_REQUESTS",
-    "Dealt",
-    "JobWatch",
-    "Target",
-    "dealt_parts",
-]

@@ -3,6 +3,4 @@
 `docs/tensor-parallel.md` has what is split, and what happens when a process dies.
 """
 
-from onestem.parallel.team import Team, check_size
-
-__all__ = ["Team", "check_size"]
+from onestem.parallel.team import Team

@@ -31,8 +31,6 @@ from onestem.parallel.group import join, meeting_place
 from onestem.parallel.messages import CallMessage, Reader, StepMessage
 from onestem.parallel.tiers import PartOfTiers
 
-__all__ = ["Follower", "follow"]
-
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0

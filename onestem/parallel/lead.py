@@ -21,8 +21,6 @@ from onestem.parallel.tiers import TeamCopies
 if TYPE_CHECKING:
     from onestem.parallel.team import Team
 
-__all__ = ["LeadRunner"]
-
 
 class LeadRunner:
     """The `Runner` of rank 0's part of the model; drives those of the other ranks too.

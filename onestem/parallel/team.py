@@ -37,8 +37,6 @@ from onestem.parallel.lead import LeadRunner
 from onestem.parallel.messages import call
 from onestem.processes import is_stopped, python_module
 
-__all__ = ["Member", "Team", "check_size", "start_rank"]
-
 log = logging.getLogger(__name__)
 
 # A rank that fails because another has ended may report that before the other's socket closes.

@@ -2,5 +2,3 @@
 
 from onestem.report.page import MODES, Price, check_page, write_page
 from onestem.report.tree import DrawnTree, savings_by_level
-
-__all__ = ["MODES", "DrawnTree", "Price", "check_page", "savings_by_level", "write_page"]

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from onestem.errors import ConfigError
 
-__all__ = ["find_shape", "is_shape", "shape_names"]
-
 HERE = Path(__file__).parent
 PREFIX = "shape:"
 

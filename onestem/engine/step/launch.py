@@ -23,8 +23,6 @@ from onestem.garbage import keep_freed_memory
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
 
-__all__ = ["InFlightStep", "Launcher", "make_runner"]
-
 
 @dataclass(frozen=True, eq=False)
 class InFlightStep:

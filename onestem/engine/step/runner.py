@@ -33,8 +33,6 @@ from onestem.ops import (
 from onestem.ops.copies import on_device
 from onestem.options import ShareMode
 
-__all__ = ["Logits", "Prepared", "RankTeam", "Runner", "StepRunner"]
-
 # Rows that score are many, and their logits large: at most this many at a time (128 MiB).
 BLOCK_LOGITS = 1 << 25
 # The same for rows that are sampled from (4 GiB): about what memory is left for.

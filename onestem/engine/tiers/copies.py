@@ -25,8 +25,6 @@ from torch import Tensor
 from onestem.cache.pieces import PIECE_TOKENS
 from onestem.engine.tiers.arena import PinnedArena
 
-__all__ = ["Copied", "KvCopies", "PageCopies", "Part", "at_state", "copies_of", "num_bytes"]
-
 PIECES_AHEAD = 5  # on the bus or begun: a little longer than a step of decodes takes
 
 _BITS = {1: np.uint8, 2: np.int16, 4: np.int32}

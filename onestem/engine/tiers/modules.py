@@ -12,8 +12,6 @@ from onestem.engine.tiers.copies import Part
 from onestem.engine.tiers.stores import TierStores
 from onestem.request import RequestMetrics
 
-__all__ = ["ModuleTiers", "module_name"]
-
 
 def module_name(identity: str, salt: str, key: object, position: int) -> str:
     """What a module of a model, stored at a position, is called in every store."""

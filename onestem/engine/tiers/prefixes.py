@@ -35,8 +35,6 @@ from onestem.engine.tiers.stores import MOST_READ_AHEAD, MOST_UNWRITTEN, TierSto
 from onestem.request import Request
 from onestem.tree import Stretch
 
-__all__ = ["PrefixTiers"]
-
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64  # fewer are computed about as fast

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["CopyRates"]
-
 LARGE_STEP = 256  # rows of prompts; steps with fewer wait for the weights
 MEASURED_ROWS = 4096  # at once: a step that is noticed late makes the one after it look short
 FADING = 0.95  # of the best rates, with each that is measured

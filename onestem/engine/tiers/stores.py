@@ -21,8 +21,6 @@ from onestem.engine.tiers.rates import CopyRates
 from onestem.request import RequestMetrics
 from onestem.threads import usable_cores
 
-__all__ = ["TierStats", "TierStores", "most_readers"]
-
 log = logging.getLogger(__name__)
 
 MOST_READERS = 16  # threads; each reads and checks a file

@@ -18,8 +18,6 @@ from onestem.engine.tiers.prefixes import PrefixTiers
 from onestem.engine.tiers.stores import TierStats, TierStores
 from onestem.errors import RankError
 
-__all__ = ["KvTiers"]
-
 
 @dataclass(eq=False, repr=False)
 class KvTiers:

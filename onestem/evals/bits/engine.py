@@ -18,8 +18,6 @@ from onestem.options import EngineOptions
 from onestem.planner import RunningOrder, planned
 from onestem.request import ONE_TOKEN, Request, RequestOutput, SamplingParams
 
-__all__ = ["EngineBits"]
-
 CHARACTERS = 10  # of a token, at most on average
 TOP = 20  # log-probabilities kept of each token; of whole rows there are digests
 SEVERAL = 4  # answers, where a request asks for several

@@ -11,8 +11,6 @@ from onestem.models.families import delta, experts, gemma, layer_norm, llama
 from onestem.models.fields import Fields
 from onestem.models.names import TensorNames
 
-__all__ = ["FAMILIES", "Family", "refusal"]
-
 
 @dataclass(frozen=True)
 class Family:

@@ -4,19 +4,3 @@ from onestem.openai.forms.families import FORMS, GENERIC, described, form_of
 from onestem.openai.forms.form import Form, Gaps
 from onestem.openai.forms.grammar import HoldSchema, Tools, held_to
 from onestem.openai.forms.reader import AnswerReader, Mode, ReadAnswer, Reading
-
-__all__ = [
-    "FORMS",
-    "GENERIC",
-    "AnswerReader",
-    "Form",
-    "Gaps",
-    "HoldSchema",
-    "Mode",
-    "ReadAnswer",
-    "Reading",
-    "Tools",
-    "described",
-    "form_of",
-    "held_to",
-]

@@ -6,19 +6,3 @@ from onestem.ops.cpu.extension import DTYPES, chosen_isa, is_built, isas, native
 from onestem.ops.cpu.layers import CpuLayers
 from onestem.ops.cpu.linear import CpuCodes
 from onestem.ops.cpu.sampling import CpuSampling
-
-__all__ = [
-    "DTYPES",
-    "CpuAttention",
-    "CpuCodes",
-    "CpuCost",
-    "CpuDelta",
-    "CpuLayers",
-    "chosen_isa",
-    "CpuSampling",
-    "is_built",
-    "isas",
-    "native",
-    "status",
-    "takes_size",
-]

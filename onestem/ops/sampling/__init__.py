@@ -13,16 +13,3 @@ from onestem.ops.sampling.rows import (
     RowTable,
 )
 from onestem.ops.sampling.torch_impl import Drawn, Penalties, Sampling, processed
-
-__all__ = [
-    "IDLE",
-    "ROW",
-    "Drawn",
-    "STATUS_MASKED",
-    "STATUS_NOT_FINITE",
-    "STATUS_OK",
-    "Penalties",
-    "RowTable",
-    "Sampling",
-    "processed",
-]

@@ -6,5 +6,3 @@ walks are cut), `deal` (which program takes which item) and `lists` (the buffer)
 
 from onestem.ops.work.lists import ListTooLong, WorkList, make_work
 from onestem.ops.work.model import CostModel, Tile
-
-__all__ = ["CostModel", "ListTooLong", "Tile", "WorkList", "make_work"]

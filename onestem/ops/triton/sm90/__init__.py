@@ -17,5 +17,3 @@ gives its place in the ring.
 from onestem.ops.triton.sm90.copy import descriptors
 from onestem.ops.triton.sm90.grid import grid_rows
 from onestem.ops.triton.sm90.kernel import attend_hopper
-
-__all__ = ["attend_hopper", "descriptors", "grid_rows"]
