@@ -18,6 +18,7 @@ from typing import Any
 from onestem.errors import ConfigError, RequestError, UnsupportedError
 from onestem.models.description import Description, Yarn
 from onestem.models.families import FAMILIES, refusal
+from onestem.models.families.naming import tensor_names
 from onestem.models.fields import Fields, is_integer, read_json
 from onestem.models.gguf.architectures import config_fields as gguf_fields
 from onestem.models.gguf.schemes import blocks_of
@@ -83,7 +84,7 @@ class ModelConfig(Description):
     @cached_property
     def tensor_names(self) -> TensorNames:
         """Names of tensors in the family's checkpoints."""
-        return FAMILIES[self.architecture].names(self)
+        return tensor_names(FAMILIES[self.architecture].names, self)
 
 
 @dataclass(frozen=True)

@@ -9,54 +9,57 @@ from dataclasses import dataclass
 from onestem.models.description import Description
 from onestem.models.families import delta, experts, gemma, layer_norm, llama
 from onestem.models.fields import Fields
-from onestem.models.names import TensorNames
 
 
 @dataclass(frozen=True)
 class Family:
     """`read` takes the fields of `config.json` and raises `ConfigError` or, for what this decoder
-    does not compute, `UnsupportedError`. `models`: common names of its models."""
+    does not compute, `UnsupportedError`. `names`: a table of names.toml (`naming.tensor_names`).
+    `models`: common names of its models."""
 
     read: Callable[[Fields, str], Description]
-    names: Callable[[Description], TensorNames]
+    names: str
     models: str
 
 
-_DELTA = (delta.read, delta.names)
-_GEMMA4 = (gemma.read_gemma4, gemma.gemma4_names)
+_DELTA = (delta.read, "delta")
+_DELTA_EXPERTS = (delta.read, "delta-experts")
+_GEMMA4 = (gemma.read_gemma4, "gemma4")
 
 # CodeLlama and Yi are `LlamaForCausalLM` with other sizes. MPT's makers write `MPTForCausalLM`.
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(llama.read, llama.names, "Llama 2 and 3.x, CodeLlama, Yi"),
-    "MistralForCausalLM": Family(llama.read, llama.names, "Mistral, Mistral Small 3"),
-    "MinistralForCausalLM": Family(llama.read, llama.names, "Ministral 8B"),
-    "Ministral3ForCausalLM": Family(llama.read_ministral3, llama.names, "Ministral 3"),
+    "LlamaForCausalLM": Family(llama.read, "llama", "Llama 2 and 3.x, CodeLlama, Yi"),
+    "MistralForCausalLM": Family(llama.read, "llama", "Mistral, Mistral Small 3"),
+    "MinistralForCausalLM": Family(llama.read, "llama", "Ministral 8B"),
+    "Ministral3ForCausalLM": Family(llama.read_ministral3, "llama", "Ministral 3"),
     "Mistral3ForConditionalGeneration": Family(
         llama.read_image_model,
-        llama.image_names,
+        "llama-image",
         "Mistral Small 3.1 on, for text",
     ),
-    "Qwen2ForCausalLM": Family(llama.read, llama.names, "Qwen2, Qwen2.5"),
-    "Qwen3ForCausalLM": Family(llama.read, llama.names, "Qwen3"),
-    "MixtralForCausalLM": Family(experts.read_mixtral, experts.names, "Mixtral"),
-    "Qwen2MoeForCausalLM": Family(experts.read_qwen, experts.names, "Qwen1.5-MoE, Qwen2-57B-A14B"),
-    "Qwen3MoeForCausalLM": Family(
-        experts.read_qwen, experts.names, "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    "Qwen2ForCausalLM": Family(llama.read, "llama", "Qwen2, Qwen2.5"),
+    "Qwen3ForCausalLM": Family(llama.read, "llama", "Qwen3"),
+    "MixtralForCausalLM": Family(experts.read_mixtral, "mixtral", "Mixtral"),
+    "Qwen2MoeForCausalLM": Family(
+        experts.read_qwen, "shared-expert", "Qwen1.5-MoE, Qwen2-57B-A14B"
     ),
-    "Qwen3NextForCausalLM": Family(*_DELTA, "Qwen3-Next"),
+    "Qwen3MoeForCausalLM": Family(experts.read_qwen, "experts", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "Qwen3NextForCausalLM": Family(delta.read, "qwen3-next", "Qwen3-Next"),
     "Qwen3_5ForCausalLM": Family(*_DELTA, "Qwen3.5, the text part alone"),
-    "Qwen3_5MoeForCausalLM": Family(*_DELTA, "Qwen3.5 and 3.6 with experts, the text part alone"),
+    "Qwen3_5MoeForCausalLM": Family(
+        *_DELTA_EXPERTS, "Qwen3.5 and 3.6 with experts, the text part alone"
+    ),
     "Qwen3_5ForConditionalGeneration": Family(*_DELTA, "Qwen3.5 0.8B to 27B, for text"),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        *_DELTA, "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, for text"
+        *_DELTA_EXPERTS, "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, for text"
     ),
-    "OlmoeForCausalLM": Family(experts.read_olmoe, experts.names, "OLMoE"),
-    "GptOssForCausalLM": Family(experts.read_gpt_oss, experts.names, "gpt-oss 20B and 120B"),
-    "Glm4MoeForCausalLM": Family(experts.read_glm4, experts.names, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
-    "Gemma2ForCausalLM": Family(gemma.read_gemma2, gemma.names, "Gemma 2"),
-    "Gemma3ForCausalLM": Family(gemma.read_gemma3, gemma.names, "Gemma 3 270M and 1B"),
+    "OlmoeForCausalLM": Family(experts.read_olmoe, "experts", "OLMoE"),
+    "GptOssForCausalLM": Family(experts.read_gpt_oss, "gpt-oss", "gpt-oss 20B and 120B"),
+    "Glm4MoeForCausalLM": Family(experts.read_glm4, "glm4-moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Gemma2ForCausalLM": Family(gemma.read_gemma2, "gemma", "Gemma 2"),
+    "Gemma3ForCausalLM": Family(gemma.read_gemma3, "gemma", "Gemma 3 270M and 1B"),
     "Gemma3ForConditionalGeneration": Family(
-        gemma.read_gemma3, gemma.names, "Gemma 3 4B on, for text"
+        gemma.read_gemma3, "gemma-image", "Gemma 3 4B on, for text"
     ),
     "Gemma4ForCausalLM": Family(*_GEMMA4, "Gemma 4, the text part alone"),
     "Gemma4ForConditionalGeneration": Family(
@@ -64,26 +67,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma4UnifiedForCausalLM": Family(*_GEMMA4, "Gemma 4 12B, the text part"),
     "Gemma4UnifiedForConditionalGeneration": Family(*_GEMMA4, "Gemma 4 12B, for text"),
-    "Phi3ForCausalLM": Family(
-        llama.read_phi3, llama.phi3_names, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"
-    ),
-    "Olmo2ForCausalLM": Family(llama.read_olmo2, llama.olmo_names, "OLMo 2"),
-    "Olmo3ForCausalLM": Family(llama.read_olmo3, llama.olmo_names, "OLMo 3"),
-    "SmolLM3ForCausalLM": Family(llama.read_smollm3, llama.names, "SmolLM3"),
-    "GraniteForCausalLM": Family(
-        llama.read_granite, llama.names, "Granite 3 and 4 without experts"
-    ),
-    "GlmForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B of 2024"),
-    "Glm4ForCausalLM": Family(llama.read_glm, llama.glm_names, "GLM-4 9B and 32B of 2025"),
+    "Phi3ForCausalLM": Family(llama.read_phi3, "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "Olmo2ForCausalLM": Family(llama.read_olmo2, "olmo", "OLMo 2"),
+    "Olmo3ForCausalLM": Family(llama.read_olmo3, "olmo", "OLMo 3"),
+    "SmolLM3ForCausalLM": Family(llama.read_smollm3, "llama", "SmolLM3"),
+    "GraniteForCausalLM": Family(llama.read_granite, "llama", "Granite 3 and 4 without experts"),
+    "GlmForCausalLM": Family(llama.read_glm, "glm", "GLM-4 9B of 2024"),
+    "Glm4ForCausalLM": Family(llama.read_glm, "glm4", "GLM-4 9B and 32B of 2025"),
     "FalconForCausalLM": Family(
-        layer_norm.read_falcon, layer_norm.falcon_names, "Falcon 7B, 40B, 11B, RW"
+        layer_norm.read_falcon, "falcon-{block}", "Falcon 7B, 40B, 11B, RW"
     ),
-    "MptForCausalLM": Family(layer_norm.read_mpt, layer_norm.mpt_names, "MPT 7B and 30B"),
-    "MPTForCausalLM": Family(
-        layer_norm.read_mpt, layer_norm.mpt_names, "the same, in its makers' files"
-    ),
-    "PhiForCausalLM": Family(layer_norm.read_phi, layer_norm.phi_names, "Phi-1, 1.5, 2"),
-    "GPT2LMHeadModel": Family(layer_norm.read_gpt2, layer_norm.gpt2_names, "GPT-2"),
+    "MptForCausalLM": Family(layer_norm.read_mpt, "mpt", "MPT 7B and 30B"),
+    "MPTForCausalLM": Family(layer_norm.read_mpt, "mpt", "the same, in its makers' files"),
+    "PhiForCausalLM": Family(layer_norm.read_phi, "phi", "Phi-1, 1.5, 2"),
+    "GPT2LMHeadModel": Family(layer_norm.read_gpt2, "gpt2", "GPT-2"),
 }
 
 # What unsupported models have that no family here has, by a part of their name.

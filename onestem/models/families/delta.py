@@ -4,13 +4,11 @@ the others; with an MLP or with experts."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from onestem.models.description import DeltaRule, Description, Experts
 from onestem.models.families import experts, llama
-from onestem.models.families.shared import IMAGE_MODEL, rotary, text_fields
+from onestem.models.families.shared import rotary, text_fields
 from onestem.models.fields import Fields
-from onestem.models.names import Role, TensorNames
 
 TURNED = 0.25  # of each head's dimensions, where the file does not say
 
@@ -82,30 +80,3 @@ def _experts(fields: Fields, architecture: str) -> Experts | None:
         shared_size=fields.positive("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
-
-
-_NAMES: dict[Role, str | None] = {
-    Role.DELTA_QKV: "linear_attn.in_proj_qkv",
-    Role.DELTA_Z: "linear_attn.in_proj_z",
-    Role.DELTA_B: "linear_attn.in_proj_b",
-    Role.DELTA_A: "linear_attn.in_proj_a",
-    Role.DELTA_FILTER: "linear_attn.conv1d",
-    Role.DELTA_DECAY: "linear_attn.A_log",
-    Role.DELTA_STEP: "linear_attn.dt_bias",
-    Role.DELTA_NORM: "linear_attn.norm.weight",
-    Role.DELTA_OUTPUT: "linear_attn.out_proj",
-}
-_FUSED: dict[Role, str | None] = {
-    **dict.fromkeys((Role.DELTA_QKV, Role.DELTA_Z, Role.DELTA_B, Role.DELTA_A)),
-    Role.DELTA_QKVZ: "linear_attn.in_proj_qkvz",
-    Role.DELTA_BA: "linear_attn.in_proj_ba",
-}
-
-
-def names(description: Description) -> TensorNames:
-    """As in `llama` and `experts`, and of the delta rule. What predicts tokens after the next one,
-    and what reads images, is not computed."""
-    of_experts = {} if description.experts is None else experts.SHARED_NAMES
-    fused = _FUSED if description.architecture == "Qwen3NextForCausalLM" else {}
-    image: dict[str, Any] = {**IMAGE_MODEL, "beside": ("mtp.", "model.visual.", "visual.")}
-    return replace(llama.names(description).having({**_NAMES, **fused, **of_experts}), **image)

@@ -9,7 +9,6 @@ from onestem.models.description import ClampedSwiglu, Description, Experts
 from onestem.models.families import llama
 from onestem.models.families.shared import layer_windows
 from onestem.models.fields import Fields
-from onestem.models.names import Role, TensorNames
 
 
 def read_mixtral(fields: Fields, architecture: str) -> Description:
@@ -143,53 +142,4 @@ def read_gpt_oss(fields: Fields, architecture: str) -> Description:
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,
-    )
-
-
-_NAMES = {
-    Role.ROUTER: "mlp.gate",
-    Role.CORRECTION: "mlp.gate.e_score_correction_bias",
-    Role.EXPERTS_UP: "mlp.experts.gate_up_proj",
-    Role.EXPERTS_DOWN: "mlp.experts.down_proj",
-    Role.EXPERT_GATE: "mlp.experts.{}.gate_proj",
-    Role.EXPERT_UP: "mlp.experts.{}.up_proj",
-    Role.EXPERT_DOWN: "mlp.experts.{}.down_proj",
-}
-# The same, and of a shared one.
-SHARED_NAMES: dict[Role, str] = {
-    **_NAMES,
-    Role.SHARED_GATE: "mlp.shared_expert.gate_proj",
-    Role.SHARED_UP: "mlp.shared_expert.up_proj",
-    Role.SHARED_DOWN: "mlp.shared_expert.down_proj",
-    Role.SHARED_FACTOR: "mlp.shared_expert_gate",
-}
-# What the families name otherwise, or have beside.
-_OTHERS: dict[str, dict[Role, str]] = {
-    "MixtralForCausalLM": {
-        Role.EXPERT_GATE: "mlp.experts.{}.w1",
-        Role.EXPERT_UP: "mlp.experts.{}.w3",
-        Role.EXPERT_DOWN: "mlp.experts.{}.w2",
-    },
-    "Qwen2MoeForCausalLM": SHARED_NAMES,
-    "GptOssForCausalLM": {Role.ROUTER: "mlp.router", Role.SINKS: "self_attn.sinks"},
-    "Glm4MoeForCausalLM": {
-        Role.SHARED_GATE: "mlp.shared_experts.gate_proj",
-        Role.SHARED_UP: "mlp.shared_experts.up_proj",
-        Role.SHARED_DOWN: "mlp.shared_experts.down_proj",
-    },
-}
-
-
-def names(description: Description) -> TensorNames:
-    """As in `llama`, and of experts."""
-    glm = description.architecture == "Glm4MoeForCausalLM"
-    mixtral = description.architecture == "MixtralForCausalLM"
-    layers = [f"model.layers.{layer}." for layer in range(description.num_layers)]
-    others = _OTHERS.get(description.architecture, {})
-    return replace(
-        llama.names(description).having({**_NAMES, **others}),
-        alternating=description.architecture == "GptOssForCausalLM",
-        # The module that predicts tokens after the next one is stored as one more layer.
-        beside=(f"model.layers.{description.num_layers}.",) if glm else (),
-        renamed=tuple((f"{at}block_sparse_moe.", f"{at}mlp.") for at in layers if mixtral),
     )

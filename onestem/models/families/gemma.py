@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from onestem.models.description import Description, Experts, LayerHeads, Rotary
-from onestem.models.families import llama
 from onestem.models.families.shared import (
-    IMAGE_MODEL,
     layer_windows,
     nested_rotary,
     rotary,
@@ -24,15 +22,6 @@ from onestem.models.families.shared import (
     windowed_kinds,
 )
 from onestem.models.fields import Fields, is_integer
-from onestem.models.names import Role, TensorNames
-
-# Of attention and MLP, before and after each.
-_BOTH_NORMS = {
-    Role.INPUT_NORM: "input_layernorm",
-    Role.OUTPUT_NORM: "post_attention_layernorm",
-    Role.POST_NORM: "pre_feedforward_layernorm",
-    Role.DOWN_NORM: "post_feedforward_layernorm",
-}
 
 _GEMMA4_ROPE = {
     "full_attention": {
@@ -41,27 +30,6 @@ _GEMMA4_ROPE = {
         "rope_theta": 1e6,
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-
-_GEMMA4_NAMES = {
-    Role.SCALAR: "layer_scalar",
-    Role.TOKEN_VECTORS: "model.embed_tokens_per_layer",
-    Role.VECTORS_PROJECTION: "model.per_layer_model_projection",
-    Role.VECTORS_NORM: "model.per_layer_projection_norm",
-    Role.VECTORS_GATE: "per_layer_input_gate",
-    Role.VECTORS_OUTPUT: "per_layer_projection",
-    Role.VECTORS_OUTPUT_NORM: "post_per_layer_input_norm",
-    Role.ROUTER: "router.proj",
-    Role.ROUTER_SCALE: "router.scale",
-    Role.EXPERT_SCALES: "router.per_expert_scale",
-    Role.EXPERTS_UP: "experts.gate_up_proj",
-    Role.EXPERTS_DOWN: "experts.down_proj",
-    Role.EXPERT_GATE: "experts.{}.gate_proj",
-    Role.EXPERT_UP: "experts.{}.up_proj",
-    Role.EXPERT_DOWN: "experts.{}.down_proj",
-    Role.EXPERTS_INPUT_NORM: "pre_feedforward_layernorm_2",
-    Role.EXPERTS_OUTPUT_NORM: "post_feedforward_layernorm_2",
-    Role.MLP_NORM: "post_feedforward_layernorm_1",
 }
 
 
@@ -101,14 +69,6 @@ def read_gemma3(fields: Fields, architecture: str) -> Description:
         logit_softcap=_softcap(fields, "final_logit_softcapping", None),
         qk_norm=True,
     )
-
-
-def names(description: Description) -> TensorNames:
-    """As in `llama`, with norms on both sides of attention and MLP."""
-    names = llama.names(description).having(_BOTH_NORMS)
-    if description.architecture == "Gemma3ForConditionalGeneration":
-        return replace(names, **IMAGE_MODEL)
-    return names
 
 
 def _common(
@@ -204,28 +164,6 @@ def read_gemma4(fields: Fields, architecture: str) -> Description:
         wide_mlps=shared if fields.boolean("use_double_wide_mlp", False) else frozenset(),
         token_vectors=0 if unified else _token_vectors(fields),
         experts=None if unified else _experts(fields, num_layers),
-    )
-
-
-def gemma4_names(description: Description) -> TensorNames:
-    """As in `gemma`, with vectors of tokens and experts where the model has them."""
-    # Files also hold key and value weights of layers that read another layer's: these are unused.
-    unread = (
-        f"{stem}layers.{layer}.self_attn.{part}"
-        for layer, heads in enumerate(description.heads)
-        if heads.kv_layer is not None
-        for stem in ("model.", "model.language_model.", "language_model.model.", "")
-        for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    )
-    others = ("embed_vision.", "embed_audio.", "audio_tower.", "vision_embedder.")
-    return replace(
-        llama.names(description).having({**_BOTH_NORMS, **_GEMMA4_NAMES}),
-        renamed=IMAGE_MODEL["renamed"],
-        beside=(
-            *IMAGE_MODEL["beside"],
-            *(f"{stem}{part}" for part in others for stem in ("", "model.")),
-            *unread,
-        ),
     )
 
 

@@ -12,21 +12,10 @@ from __future__ import annotations
 from typing import Literal
 
 from onestem.models.description import Alibi, Description, Learned, Rotary
-from onestem.models.families import llama
 from onestem.models.families.shared import gelu, rotary, sizes
 from onestem.models.fields import Fields
-from onestem.models.names import Role, TensorNames
 
 Block = Literal["sequential", "parallel", "parallel_two_norms"]
-
-_FALCON_NORMS: dict[Block, dict[Role, str]] = {
-    "sequential": {
-        Role.INPUT_NORM: "input_layernorm",
-        Role.POST_NORM: "post_attention_layernorm",
-    },
-    "parallel": {Role.INPUT_NORM: "input_layernorm"},
-    "parallel_two_norms": {Role.INPUT_NORM: "ln_attn", Role.POST_NORM: "ln_mlp"},
-}
 
 
 def read_gpt2(fields: Fields, architecture: str) -> Description:
@@ -50,29 +39,6 @@ def read_gpt2(fields: Fields, architecture: str) -> Description:
     )
 
 
-def gpt2_names(description: Description) -> TensorNames:
-    """Its weights are stored as `[in_features, out_features]`."""
-    names = {
-        Role.EMBEDDING: "transformer.wte",
-        Role.POSITIONS: "transformer.wpe",
-        Role.INPUT_NORM: "ln_1",
-        Role.QKV: "attn.c_attn",
-        Role.OUTPUT: "attn.c_proj",
-        Role.POST_NORM: "ln_2",
-        Role.UP: "mlp.c_fc",
-        Role.DOWN: "mlp.c_proj",
-        Role.NORM: "transformer.ln_f",
-        Role.HEAD: "lm_head",
-    }
-    return TensorNames(
-        names,
-        layer="transformer.h.{}.",
-        prefix="transformer.",
-        transposed=True,
-        ignored=(".attn.bias", ".attn.masked_bias"),
-    )
-
-
 def read_mpt(fields: Fields, architecture: str) -> Description:
     """Description of MPT, which has ALiBi and no biases."""
     attention = fields.within("attn_config")
@@ -89,22 +55,6 @@ def read_mpt(fields: Fields, architecture: str) -> Description:
         mlp=gelu(fields, "activation", "gelu"),
         qkv_clip=None if not clip else attention.number("clip_qkv"),
     )
-
-
-def mpt_names(description: Description) -> TensorNames:
-    """One projection for q, k and v, in this order."""
-    names = {
-        Role.EMBEDDING: "transformer.wte",
-        Role.INPUT_NORM: "norm_1",
-        Role.QKV: "attn.Wqkv",
-        Role.OUTPUT: "attn.out_proj",
-        Role.POST_NORM: "norm_2",
-        Role.UP: "ffn.up_proj",
-        Role.DOWN: "ffn.down_proj",
-        Role.NORM: "transformer.norm_f",
-        Role.HEAD: "lm_head",
-    }
-    return TensorNames(names, layer="transformer.blocks.{}.", prefix="transformer.")
 
 
 def _refuse_what_changes_the_model(fields: Fields, attention: Fields) -> None:
@@ -145,21 +95,6 @@ def read_falcon(fields: Fields, architecture: str) -> Description:
         o_bias=bias,
         mlp_bias=bias,
     )
-
-
-def falcon_names(description: Description) -> TensorNames:
-    """One projection for q, k and v by KV head, and the norms of the form."""
-    names = {
-        Role.EMBEDDING: "transformer.word_embeddings",
-        Role.QKV: "self_attention.query_key_value",
-        Role.OUTPUT: "self_attention.dense",
-        Role.UP: "mlp.dense_h_to_4h",
-        Role.DOWN: "mlp.dense_4h_to_h",
-        Role.NORM: "transformer.ln_f",
-        Role.HEAD: "lm_head",
-        **_FALCON_NORMS[description.block],
-    }
-    return TensorNames(names, layer="transformer.h.{}.", prefix="transformer.", grouped=True)
 
 
 def _falcon_kv_heads(fields: Fields) -> int:
@@ -217,18 +152,4 @@ def read_phi(fields: Fields, architecture: str) -> Description:
         o_bias=True,
         mlp_bias=True,
         head_bias=True,
-    )
-
-
-def phi_names(description: Description) -> TensorNames:
-    """As in `llama`, with one norm for attention and MLP, which has no gate."""
-    return llama.names(description).having(
-        {
-            Role.OUTPUT: "self_attn.dense",
-            Role.POST_NORM: None,
-            Role.GATE: None,
-            Role.UP: "mlp.fc1",
-            Role.DOWN: "mlp.fc2",
-            Role.NORM: "model.final_layernorm",
-        }
     )

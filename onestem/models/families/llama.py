@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from onestem.models.description import Description, LayerRotary, LongRope, QueryGrowth, Rotary
 from onestem.models.families.shared import (
-    IMAGE_MODEL,
     layer_windows,
     rotary,
     rotary_by_window,
@@ -21,7 +20,6 @@ from onestem.models.families.shared import (
     windowed_kinds,
 )
 from onestem.models.fields import Fields
-from onestem.models.names import Role, TensorNames
 
 _MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
 
@@ -71,27 +69,6 @@ def plain(
         max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps", norm_eps),
     )
-
-
-def names(description: Description) -> TensorNames:
-    """Names that most families use."""
-    names = {
-        Role.EMBEDDING: "model.embed_tokens",
-        Role.INPUT_NORM: "input_layernorm",
-        Role.Q: "self_attn.q_proj",
-        Role.K: "self_attn.k_proj",
-        Role.V: "self_attn.v_proj",
-        Role.OUTPUT: "self_attn.o_proj",
-        Role.POST_NORM: "post_attention_layernorm",
-        Role.GATE: "mlp.gate_proj",
-        Role.UP: "mlp.up_proj",
-        Role.DOWN: "mlp.down_proj",
-        Role.NORM: "model.norm",
-        Role.HEAD: "lm_head",
-    }
-    if description.qk_norm or description.qk_norm_of_all:
-        names |= {Role.Q_NORM: "self_attn.q_norm", Role.K_NORM: "self_attn.k_norm"}
-    return TensorNames(names, layer="model.layers.{}.", prefix="model.")
 
 
 def _attention_biases(fields: Fields, architecture: str) -> tuple[bool, bool]:
@@ -174,11 +151,6 @@ def read_image_model(fields: Fields, architecture: str) -> Description:
     return replace(found, architecture=architecture, tie_embeddings=tied)
 
 
-def image_names(description: Description) -> TensorNames:
-    """Names in models that read images, some of which are written in two ways."""
-    return replace(names(description), **IMAGE_MODEL)
-
-
 def read_granite(fields: Fields, architecture: str) -> Description:
     """Description of Granite 3 and 4 without experts: factors of embeddings, scores, logits and of
     what a layer adds."""
@@ -206,17 +178,6 @@ def read_glm(fields: Fields, architecture: str) -> Description:
     )
 
 
-def glm_names(description: Description) -> TensorNames:
-    """Names with gate and up in one projection; models of 2025 (`Glm4ForCausalLM`) also have norms
-    after attention and MLP."""
-    fused = names(description).having({Role.GATE: None, Role.UP: "mlp.gate_up_proj"})
-    if description.architecture == "GlmForCausalLM":
-        return fused
-    return fused.having(
-        {Role.OUTPUT_NORM: "post_self_attn_layernorm", Role.DOWN_NORM: "post_mlp_layernorm"}
-    )
-
-
 def read_phi3(fields: Fields, architecture: str) -> Description:
     """Description of Phi-3, 3.5 and 4: LongRoPE, and in Phi-4-mini RoPE over a part of each head. A
     window that no position reaches is left out."""
@@ -232,13 +193,6 @@ def read_phi3(fields: Fields, architecture: str) -> Description:
     if window >= common.max_position_embeddings:  # as in the files with 131,072 positions
         return common
     return replace(common, sliding_windows=(window,) * common.num_layers)
-
-
-def phi3_names(description: Description) -> TensorNames:
-    """Names with q, k and v in one projection, and gate and up in another."""
-    fused: dict[Role, str | None] = dict.fromkeys((Role.Q, Role.K, Role.V, Role.GATE))
-    fused |= {Role.QKV: "self_attn.qkv_proj", Role.UP: "mlp.gate_up_proj"}
-    return names(description).having(fused)
 
 
 def read_smollm3(fields: Fields, architecture: str) -> Description:
@@ -288,15 +242,3 @@ def read_olmo3(fields: Fields, architecture: str) -> Description:
     windows = layer_windows(fields, window, windowed_kinds(common.num_layers, 4))
     positions = rotary_by_window(windows, full, windowed)
     return replace(common, sliding_windows=windows, positions=positions)
-
-
-def olmo_names(description: Description) -> TensorNames:
-    """Names with norms after attention and MLP alone."""
-    return names(description).having(
-        {
-            Role.INPUT_NORM: None,
-            Role.OUTPUT_NORM: "post_attention_layernorm",
-            Role.POST_NORM: None,
-            Role.DOWN_NORM: "post_feedforward_layernorm",
-        }
-    )

@@ -277,19 +277,3 @@ def layer_windows(
 def text_fields(fields: Fields) -> Fields:
     """Fields of the text part, for a model that also reads images; else the fields themselves."""
     return fields.within("text_config") if "text_config" in fields.values else fields
-
-
-# Names in models that also read images: of the text part in old and new files, and of other parts.
-IMAGE_MODEL: dict[str, Any] = {
-    "renamed": (
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-    ),
-    "beside": (
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
-}
