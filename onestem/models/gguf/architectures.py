@@ -1,8 +1,8 @@
 """Architectures of GGUF files: the fields of `config.json` that theirs stand for, and names of
 tensors.
 
-Facts are those of llama.cpp's converter and loader: what files leave out (windows by layer, the
-scale of scores in the largest Gemmas) is what that loader takes.
+architectures.toml has the tables. Facts are those of llama.cpp's converter and loader: what files
+leave out (windows by layer, the scale of scores in the largest Gemmas) is what that loader takes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from onestem.errors import ConfigError, UnsupportedError
@@ -38,96 +40,21 @@ class Architecture:
         model: its name in `config.json`.
         fields: field of the file, without the architecture -> field of `config.json`.
         others: fields of `config.json` that follow from the file otherwise.
+        names: of tensors, where they differ from `NAMES`.
         turned: rows of q and k are ordered for pairs of neighbours in RoPE.
         tiled: value heads of delta rules are ordered by their place at a key head first.
         partial: a part of each head turns in RoPE, as the file says.
-        names: of tensors, where they differ from `NAMES`.
     """
 
     model: str
     fields: Mapping[str, str]
-    others: Callable[[GgufFile, Values], Values] = field(default=lambda file, values: {})
+    others: Callable[[GgufFile, Values], Values]
+    names: Mapping[Role, str]
     turned: bool = False
     tiled: bool = False
     partial: bool = False
-    names: Mapping[Role, str] = field(default_factory=dict)
 
 
-# Names of modules; of a layer's they follow `blk.N.`. Experts' weights are one tensor for each.
-NAMES: dict[Role, str] = {
-    Role.EMBEDDING: "token_embd",
-    Role.POSITIONS: "position_embd",
-    Role.NORM: "output_norm",
-    Role.HEAD: "output",
-    Role.INPUT_NORM: "attn_norm",
-    Role.POST_NORM: "ffn_norm",
-    Role.OUTPUT_NORM: "post_attention_norm",
-    Role.DOWN_NORM: "post_ffw_norm",
-    Role.QKV: "attn_qkv",
-    Role.Q: "attn_q",
-    Role.K: "attn_k",
-    Role.V: "attn_v",
-    Role.Q_NORM: "attn_q_norm",
-    Role.K_NORM: "attn_k_norm",
-    Role.SINKS: "attn_sinks",
-    Role.OUTPUT: "attn_output",
-    Role.GATE: "ffn_gate",
-    Role.UP: "ffn_up",
-    Role.DOWN: "ffn_down",
-    Role.ROUTER: "ffn_gate_inp",
-    Role.EXPERT_GATE: "ffn_gate_exps",
-    Role.EXPERT_UP: "ffn_up_exps",
-    Role.EXPERT_DOWN: "ffn_down_exps",
-    Role.SHARED_GATE: "ffn_gate_shexp",
-    Role.SHARED_UP: "ffn_up_shexp",
-    Role.SHARED_DOWN: "ffn_down_shexp",
-    Role.SHARED_FACTOR: "ffn_gate_inp_shexp",
-}
-
-_COMMON = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
-_PLAIN = {
-    **_COMMON,
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
-_EXPERTS = {
-    **_PLAIN,
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_DELTA = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
-_DELTA_NAMES = {
-    Role.DELTA_QKV: "attn_qkv",
-    Role.DELTA_Z: "attn_gate",
-    Role.DELTA_B: "ssm_beta",
-    Role.DELTA_A: "ssm_alpha",
-    Role.DELTA_FILTER: "ssm_conv1d",
-    Role.DELTA_DECAY: "ssm_a",
-    Role.DELTA_STEP: "ssm_dt",
-    Role.DELTA_NORM: "ssm_norm",
-    Role.DELTA_OUTPUT: "ssm_out",
-    Role.POST_NORM: "post_attention_norm",
-}
-_DELTA_EXPERTS = {
-    **{theirs: ours for theirs, ours in _EXPERTS.items() if theirs != "feed_forward_length"},
-    **_DELTA,
-}
-_WINDOWS = {"attention.sliding_window": "sliding_window"}
 # What is read elsewhere, says nothing of how the model computes, or has one value in all files.
 _KNOWN = (
     "attention.value_length", "attention.sliding_window_pattern", "feed_forward_length",
@@ -293,97 +220,49 @@ def _falcon(file: GgufFile, values: Values) -> Values:
 
 _LLAMA = "LlamaForCausalLM"
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_LLAMA, _EXPERTS, _llama, turned=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", _PLAIN),
-    "qwen3": Architecture("Qwen3ForCausalLM", _PLAIN),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _EXPERTS),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", _EXPERTS, lambda file, values: {"norm_topk_prob": True}
-    ),
-    "qwen35": Architecture(
-        "Qwen3_5ForCausalLM",
-        {**_PLAIN, **_DELTA},
-        _delta,
-        tiled=True,
-        partial=True,
-        names=_DELTA_NAMES,
-    ),
-    "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        _DELTA_EXPERTS,
-        _delta,
-        tiled=True,
-        partial=True,
-        names=_DELTA_NAMES,
-    ),
-    # Its files hold q, k and v apart from z, as those of Qwen3.5 do.
-    "qwen3next": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        _DELTA_EXPERTS,
-        _delta,
-        partial=True,
-        names={**_DELTA_NAMES, Role.DELTA_B: "ssm_ba", Role.DELTA_A: "ssm_ba"},
-    ),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {
-            **_PLAIN,
-            **_WINDOWS,
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        _gemma(every=2, layers_of_27b=46),
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
-        {**_PLAIN, **_WINDOWS, "final_logit_softcapping": "final_logit_softcapping"},
-        _gemma(every=6, layers_of_27b=62),
-    ),
-    "phi3": Architecture("Phi3ForCausalLM", {**_PLAIN, **_WINDOWS}, _phi3, partial=True),
-    "gpt-oss": Architecture(
-        "GptOssForCausalLM",
-        {**_EXPERTS, **_WINDOWS},
-        _gpt_oss,
-        names=_DELTA_NAMES,
-    ),
-    "falcon": Architecture(
-        "FalconForCausalLM",
-        {
-            **_COMMON,
-            "feed_forward_length": "ffn_hidden_size",
-            "attention.head_count_kv": "num_kv_heads",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
-            "rope.freq_base": "rope_theta",
-        },
-        _falcon,
-    ),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        {
-            "block_count": "n_layer",
-            "context_length": "n_positions",
-            "embedding_length": "n_embd",
-            "feed_forward_length": "n_inner",
-            "attention.head_count": "n_head",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
-        },
-        partial=True,
-    ),
-    "olmo2": Architecture("Olmo2ForCausalLM", {**_PLAIN, **_WINDOWS}, _olmo2),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        {
-            **_PLAIN,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        _granite,
-        turned=True,
-    ),
+_OTHERS: dict[str, Callable[[GgufFile, Values], Values]] = {
+    "llama": _llama,
+    "qwen3moe": lambda file, values: {"norm_topk_prob": True},
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _delta),
+    "gemma2": _gemma(every=2, layers_of_27b=46),
+    "gemma3": _gemma(every=6, layers_of_27b=62),
+    "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+    "falcon": _falcon,
+    "olmo2": _olmo2,
+    "granite": _granite,
 }
+
+_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+NAMES = {Role[role]: name for role, name in _TOLD["names"]["common"].items()}
+
+
+def _architecture(
+    name: str,
+    *,
+    fields: list[str],
+    more: Mapping[str, str] = MappingProxyType({}),
+    without: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
+    **told: Any,
+) -> Architecture:
+    """An architecture of the file.
+
+    Args:
+        fields, names: the tables that it has.
+        more, without: fields beside those of its tables, and fields of these that it has not.
+    """
+    read = {theirs: ours for one in fields for theirs, ours in _TOLD["fields"][one].items()}
+    kept = {theirs: ours for theirs, ours in read.items() if theirs not in without}
+    return Architecture(
+        fields=kept | dict(more),
+        names={Role[role]: its for one in names for role, its in _TOLD["names"][one].items()},
+        others=_OTHERS.get(name, lambda file, values: {}),
+        **told,
+    )
+
+
+ARCHITECTURES = {name: _architecture(name, **told) for name, told in _TOLD["architectures"].items()}
 
 # Ids of tokens that end an answer or a turn.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
