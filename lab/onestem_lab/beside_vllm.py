@@ -179,7 +179,9 @@ def main() -> None:
     longest = max(work.longest for work in works) + ROOM
     if options.wait and not sys.stdin.readline():
         sys.exit("nobody waits for this any more")
-    peers: dict[str, list[dict[str, Any]]] = {}
+    founds: list[dict[str, Any]] = [
+        {"work": work.name, "unit": work.unit, "engines": {}} for work in works
+    ]
     result: dict[str, Any] = {
         "command": f"python -m onestem_lab.beside_vllm {' '.join(map(quoted, sys.argv[1:]))}",
         "machine": machine(),
@@ -190,6 +192,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        "works": founds,
     }
     if vllm is not None:
         late = Timer(options.peer_seconds, vllm.stop)
@@ -200,22 +203,21 @@ def main() -> None:
             result["vllm"] = vllm.load(find_model(options.model), settings)
             result["vllm"]["settings"]["model"] = options.model  # a path of this machine there
             result["vllm"]["load_seconds"] = time.perf_counter() - began
-            for work in works:
-                run = partial(work.run_peer, vllm)
-                peers[work.name] = repeated(run, options.peer_repeats)
-                tell(f"vLLM {work.name}: {medians(peers[work.name]):.1f} {work.unit}")
+            for work, found in zip(works, founds, strict=True):
+                runs = repeated(partial(work.run_peer, vllm), options.peer_repeats)
+                found["vllm"] = {"median": medians(runs), "runs": runs}
+                tell(f"vLLM {work.name}: {medians(runs):.1f} {work.unit}")
         except OnestemError as error:
             result["peer_error"] = str(error)
             tell(f"vLLM failed: {error}")
         finally:
             late.cancel()
             vllm.close()
-        if options.out is not None:
-            write(options.out, {**result, "vllm_runs": peers})
         wait_for_memory(options.device)
     engines = our_engines(options)
-    result["works"] = [{"work": work.name, "unit": work.unit, "engines": {}} for work in works]
     for name, settings in engines.items():
+        if options.out is not None:
+            write(options.out, result)  # what there is, should this be cut short
         began = time.perf_counter()
         with LLM(
             options.model, device=options.device, dtype="bfloat16", kv_memory=options.kv_memory,
@@ -223,17 +225,15 @@ def main() -> None:
         ) as llm:  # fmt: skip
             loaded = time.perf_counter() - began
             result["device"] = device_name(llm.device)
-            for work, found in zip(works, result["works"], strict=True):
+            for work, found in zip(works, founds, strict=True):
                 work.warm(llm)
                 runs = repeated(partial(work.run, llm), options.repeats)
                 found["engines"][name] = {
                     "median": medians(runs), "load_seconds": loaded, "kv_tokens": llm.kv_tokens,
                     "runs": runs,
                 }  # fmt: skip
-    for found in result["works"]:
-        runs = peers.get(found["work"])
-        if runs:
-            found["vllm"] = {"median": medians(runs), "runs": runs}
+                tell(f"{name} {work.name}: {medians(runs):.1f} {work.unit}")
+    for found in founds:
         tell(summary(options.model.removeprefix("shape:"), found))
     if options.out is not None:
         write(options.out, result)
