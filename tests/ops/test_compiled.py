@@ -130,8 +130,8 @@ KERNELS = {
     ),
     "grid on Hopper": (
         *("sm90", "grid_rows", 90, GRID),
-        {"BLOCK_M": 128, "HEAD_MAJOR": False, "FORM": HEADS},
-        8,
+        {"HEAD_MAJOR": False, "FORM": HEADS},
+        4,
     ),
     "pages to rows": (
         *("page_rows", "_move", 90),
@@ -239,7 +239,7 @@ INSTRUCTIONS = {
     "grid, few rows": ("mma.sync.aligned.m16n8k16", "cp.async.cg", "griddepcontrol.wait"),
     "grid on Hopper": (
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-        *("cp.async.cg", "griddepcontrol.launch_dependents"),
+        *("cp.async.cg", "griddepcontrol.launch_dependents", "setmaxnreg"),
     ),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
     "one row": (

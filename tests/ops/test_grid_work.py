@@ -169,7 +169,7 @@ def test_states_are_handed_over_as_on_a_cpu(seed: int) -> None:
             go_on.remove((int(rows[0]), *pieces[0][:2]))
     assert not leave
     assert state == got
-    assert (work.records[:, AWAITED] == np.count_nonzero(work.records[:, HANDED] < 0)).all()
+    assert (work.records[:, AWAITED] == 2 * np.count_nonzero(work.records[:, HANDED] < 0)).all()
 
 
 @pytest.mark.parametrize("hands", [1, 8, 4000])

@@ -238,7 +238,7 @@ def _walk_item(
     if not FEW:  # noqa: SIM102 - decided when compiled
         if tl.load(record + W.HANDED) < 0:
             tl.debug_barrier()  # all threads have stored
-            tl.atomic_add(control + W.LEFT, 1)
+            tl.atomic_add(control + W.LEFT, 2)  # halves: see `WorkList.records`
 
 
 @triton.jit

@@ -369,10 +369,9 @@ class GridKernels(Kernels):
             *tensors,
             states.weights,
             *self._score_arguments(tensors, scores),
-            BLOCK_M=self.config.tiles[2].block_m,
             HEAD_MAJOR=page_strides(*tensors[2:4])[2] != self.head_dim,
             FORM=Form(**self._form(scores)),
-            num_warps=self.config.num_warps[2],
+            num_warps=4,
             enable_fp_fusion=False,
         )
 

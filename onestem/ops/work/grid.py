@@ -385,7 +385,7 @@ def _draft(
         wide_tokens=0,
         last_ns=0.0,
         hands=hands if leaves.any() else None,
-        leaving=int(np.count_nonzero(leaves)) * num_kv_heads,
+        leaving=2 * int(np.count_nonzero(leaves)) * num_kv_heads,
     )
     # A row's own last segment may be filled up, an item that began with its first goes on.
     grows = (num_rows[block] == 1) & ~shared[block] & (to == stop[block])

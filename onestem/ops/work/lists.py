@@ -29,7 +29,7 @@ QUEUE, GRID_QUEUE = 14, 13
 NUM_NARROW, NUM_WIDE, NUM_MERGES = range(3)
 AT_WALK, AT_ROWS, AT_DEST, AT_MERGES, AT_PAGES, AT_POSITIONS, WINDOW = range(3, 10)
 SPLIT, AT_RECORDS = 10, 12
-LEFT = 11  # where kernels on the grid count the works that have left their states
+LEFT = 11  # where kernels on the grid count the halves of works that have left states
 # Words of a record, of a walk entry and of a merge.
 KIND, NUM_ROWS, ROW_START, NUM_WALK, WALK_START, SHARED, HANDED, AWAITED = range(8)
 FIRST_ENTRY = 8
@@ -64,8 +64,8 @@ class WorkList:
         records: `[num_items, 16]`. Words 0 to 5: index of its tile, number of rows, their start in
             `rows`, number of walk entries, start of the second in `walk`, and whether its rows have
             other items: none (0), all (1) or some (2). On the grid words 6 and 7: one more than
-            the state that its row goes on from, or -1 where it leaves such; how many works leave
-            some, all of which come first. Words 8 to 15: its first entry.
+            the state that its row goes on from, or -1 where it leaves such; how many halves of
+            works leave some, all of which come first. Words 8 to 15: its first entry.
         walk: `[num_more_entries, 8]`: lo, clear_lo, clear_hi, hi, end, step, position, 0. They
             count in slots of the list of pages: token t of a run is at x = base + t, in page
             `pages[x // page_size]`. Row j of the item sees lo <= x < min(hi, end + j * step),
@@ -373,7 +373,7 @@ class Draft:
         num_wide: as in `WorkList`; wide_tokens: tokens that those items walk.
         last_ns: end of the last program, by the cost model; 0 if nothing is dealt out.
         hands: of each item, whether it `LEAVES` or `GOES_ON`; None: no item does.
-        leaving: how many works leave states.
+        leaving: how many halves of works leave states: warpgroups may walk one each.
     """
 
     kind: np.ndarray
