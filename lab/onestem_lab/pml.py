@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -47,7 +47,8 @@ class FirstTokenCase:
 @dataclass(frozen=True, kw_only=True)
 class LibraryCase:
     """`prompts` prompts over `library` modules of `module_tokens` tokens: each imports `imports` of
-    them, in combinations that differ, adds `new` tokens and samples `output`."""
+    them, in combinations that differ, adds `new` tokens and samples `output`. With `moved`, they
+    stand one behind the other in a random order, and none where it was stored."""
 
     prompts: int = 64
     library: int = 10
@@ -55,6 +56,7 @@ class LibraryCase:
     imports: int = 3
     new: int = 50
     output: int = 64
+    moved: bool = False
     isolation: Isolation = "anchored"
     seed: int = 0
 
@@ -80,14 +82,19 @@ class _Modules:
     def _segment(self, ids: np.ndarray, position: int) -> Segment:
         if self.isolation == "off":
             return Segment("text", ids, position, "module")
-        text = f"bench {self.isolation} {position} ".encode() + ids.tobytes()
+        text = f"bench {self.isolation} ".encode() + ids.tobytes()
         key = hashlib.blake2b(text, digest_size=16).hexdigest()
         return Segment("cached", ids, position, "module", key=key)
 
-    def prompt(self, chosen: Sequence[int], new: int) -> CompiledPrompt:
-        segments = [self.segments[index] for index in chosen]
-        text = Segment("text", self.draw(new), self.end, "prompt")
-        return CompiledPrompt("bench", self.isolation, (*segments, text), self.end + new)
+    def prompt(self, chosen: Sequence[int], new: int, *, moved: bool = False) -> CompiledPrompt:
+        segments, end = [self.segments[index] for index in chosen], self.end
+        if moved:
+            end = 1  # no multiple of the modules' length
+            for i, segment in enumerate(segments):
+                segments[i] = replace(segment, position=end)
+                end = segments[i].end
+        text = Segment("text", self.draw(new), end, "prompt")
+        return CompiledPrompt("bench", self.isolation, (*segments, text), end + new)
 
 
 def measure_first_token(llm: LLM, case: FirstTokenCase, folder: Path | None) -> dict[str, Any]:
@@ -270,7 +277,7 @@ def measure_library(llm: LLM, case: LibraryCase) -> dict[str, Any]:
         [case.module_tokens] * case.library, case.isolation, llm.config.vocab_size, case.seed
     )
     chosen = list(_combinations(case))
-    prompts = [modules.prompt(each, case.new) for each in chosen]
+    prompts = [modules.prompt(each, case.new, moved=case.moved) for each in chosen]
     encode_seconds = _timed(llm, lambda: _encode(llm, modules, case))
     params = SamplingParams(max_tokens=case.output, temperature=0, ignore_eos=True)
     requests = [llm.pml_request(prompt, params) for prompt in prompts]
@@ -296,7 +303,8 @@ def _combinations(case: LibraryCase) -> Iterator[tuple[int, ...]]:
     rng = np.random.default_rng(case.seed)
     for _ in range(case.prompts):
         drawn = rng.choice(case.library, case.imports, replace=False)
-        yield tuple(sorted(int(index) for index in drawn))
+        indices = map(int, drawn)
+        yield tuple(indices if case.moved else sorted(indices))
 
 
 def _encode(llm: LLM, modules: _Modules, case: LibraryCase) -> None:

@@ -12,7 +12,7 @@ from onestem.ops.dispatch import (
     resolve_sampling,
 )
 from onestem.ops.kv import allocate_pages, read_kv, write_kv
-from onestem.ops.layers import Angles, Heads, LayerOps, add_layer_norm
+from onestem.ops.layers import Angles, Heads, LayerOps, Queries, add_layer_norm
 from onestem.ops.plan import AttentionPlan, PlanBuilder, windowed
 from onestem.ops.scores import Scores
 from onestem.ops.state import State

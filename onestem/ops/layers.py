@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,19 @@ class Angles(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Queries(NamedTuple):
+    """Queries of a step whose rows see runs elsewhere than they were stored
+    (`AttentionPlan.moved`).
+
+    Attributes:
+        sources: int64 `[num_queries]`, the row of each.
+        angles: of their positions.
+    """
+
+    sources: Tensor
+    angles: Angles
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +100,25 @@ class LayerOps:
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        queries: Queries | None = None,
     ) -> Tensor:
         """Norm and rotate the heads of `qkv` `[n, num_projected * head_dim]`, write k and v to
         `slots` (int64 `[n]`, page * page_size + place) of the pages, and return q
-        `[n, num_q_heads, head_dim]`. Pair i of a head is `(x[i], x[i + head_dim / 2])`."""
+        `[n, num_q_heads, head_dim]`, or those of `queries`. Pair i of a head is
+        `(x[i], x[i + head_dim / 2])`."""
         q, k, v = rotated(qkv, heads, angles)
         if heads.num_kv_heads:
             write_kv(k_pages, slots, k)
             write_kv(v_pages, slots, v)
-        return q
+        return q if queries is None else self._asked(qkv, heads, queries, k_pages, v_pages)
+
+    def _asked(
+        self, qkv: Tensor, heads: Heads, queries: Queries, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        rows = qkv[:, : heads.num_q_heads * heads.head_dim].index_select(0, queries.sources)
+        alone, none = replace(heads, num_kv_heads=0), queries.sources.new_zeros(len(rows))
+        return self.rope_write(rows, alone, queries.angles, none, k_pages, v_pages)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""

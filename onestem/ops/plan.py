@@ -80,10 +80,9 @@ class AttentionPlan:
         """Rows, and `moved` ones."""
         return len(self.row_position)
 
-    @property
-    def moved_position(self) -> np.ndarray:
-        """Position id of each moved row, int32 `[num_moved]`, a view."""
-        return self.row_position[self.num_rows :]
+    def sources(self) -> np.ndarray:
+        """The row of each query, int64 `[num_queries]`."""
+        return np.concatenate((np.arange(self.num_rows), self.moved[:, 0]))
 
     @property
     def num_runs(self) -> int:
@@ -109,7 +108,7 @@ class AttentionPlan:
         """The row that each query's state is a part of."""
         if not len(self.moved):
             return queries
-        return np.concatenate((np.arange(self.num_rows), self.moved[:, 0]))[queries]
+        return self.sources()[queries]
 
     def slots(self, run: int, first: int, end: int) -> np.ndarray:
         """int64 `[end - first]`: slots of tokens first..end-1 of a run (page * size + slot)."""
@@ -129,7 +128,7 @@ class AttentionPlan:
         source, shift = self.moved.T.astype(np.int64)
         known = (source >= 0) & (source < self.num_rows)
         _require(bool(known.all()), f"a moved row is not in 0..{self.num_rows - 1}")
-        right = self.row_position[source] - shift == self.moved_position
+        right = self.row_position[source] - shift == self.row_position[self.num_rows :]
         _require(bool(right.all()), "a moved row's position is not its row's less its shift")
         if self.num_spans == 0:
             return

@@ -25,6 +25,7 @@ from tests.engine.harness import (
     record_logprobs,
     requests_for,
 )
+from tests.engine.test_repair import prompt_of, request_of
 from tests.ops.in_order import add_in_order
 from tests.soak import soaked
 
@@ -71,13 +72,13 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)
 
-    def make(max_words: int, family: str = "llama", **more: bool) -> Engine:
+    def make(max_words: int, family: str = "llama", num_pages: int = 64, **more: bool) -> Engine:
         def workspace(*made, **options) -> Workspace:
             return Workspace(*made, **{**options, "max_words": max_words})
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
         decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu", **more)
-        return engine_with(decoder, impl="triton", **OPTIONS, **more)
+        return engine_with(decoder, impl="triton", **{**OPTIONS, "num_pages": num_pages}, **more)
 
     return make
 
@@ -138,7 +139,7 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     engine = with_graphs(1 << 16)
     assert tokens(engine, LONG) == want
     runner = engine.launcher.runner
-    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True)}
+    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0)}
     assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
     # A kernel without the widest tiles, and one with them where a graph is for both.
     assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
@@ -149,7 +150,8 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     runner.release_pages()
     runner.restore_pages()
     runner.warm_up()
-    assert set(runner.graphs) == {(1, False), (2, False), (4, False), (64, False), (64, True)}
+    sizes = {(size, False, 0) for size in (1, 2, 4, 64)}
+    assert set(runner.graphs) == sizes | {(64, True, 0)}
     assert len(runner.replays) == replays
     for space in runner.workspaces.values():
         assert torch.count_nonzero(space.control) == 1  # the place of the records
@@ -164,6 +166,29 @@ def test_a_tree_of_short_runs(with_graphs, tiny, lengths) -> None:
     engine = with_graphs(1 << 16)
     assert tokens(engine, prompts) == want
     assert engine.launcher.runner.joined > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "repair"), [("llama", 0.5), ("gemma3", 0.0), soaked("llama", 0.0)]
+)
+def test_moved_rows_are_in_the_fixed_buffers(
+    with_graphs, tiny, monkeypatch, family, repair
+) -> None:
+    """Each distance at which a row sees modules is one more query. What chooses has no graph."""
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 64))
+    orders = ((0, 4, 2), (0, 2, 4), (4, 2, 0), (2, 4, 4))
+    requests = [
+        request_of(str(i), prompt_of(order, repair), max_tokens=3 + i)
+        for i, order in enumerate(orders)
+    ]
+    want = make_engine(tiny(family), impl="torch", num_pages=256, page_size=4)
+    found = with_graphs(1 << 16, family, num_pages=256)
+    outputs = []
+    for engine in (want, found):
+        outputs.append(answer(engine, requests[:1]) | answer(engine, requests[1:]))
+    for name, output in outputs[0].items():
+        assert outputs[1][name].outputs[0].token_ids == output.outputs[0].token_ids
+    assert any(shape.queries and shape.rows == 4 for shape in found.launcher.runner.replays)
 
 
 def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:

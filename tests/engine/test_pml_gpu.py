@@ -10,6 +10,7 @@ from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
 from tests.engine.harness import answer, engine_on
 from tests.engine.pml_harness import compiled_prompts, pml_request
+from tests.engine.test_repair import prompt_of, request_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,6 +28,25 @@ def tokens(engine: Engine, isolation: str) -> list[list[int]]:
 def test_tokens_are_those_of_the_cpu(tiny, family, isolation, share):
     want = tokens(engine_on("cpu", tiny(family), impl="torch"), isolation)
     assert tokens(engine_on("cuda", tiny(family), share=share), isolation) == want
+
+
+@pytest.mark.parametrize("repair", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
+def test_documents_at_other_places(tiny, family, repair):
+    """The second time from the same copies; steps of moved rows have graphs."""
+    orders = ((0, 1, 2, 3), (0, 3, 1, 2), (2, 1, 0), (4, 0, 2, 3, 1))
+    requests = [
+        request_of(str(i), prompt_of(order, repair), max_tokens=24, n=1 + i % 2)
+        for i, order in enumerate(orders)
+    ]
+    want = answer(engine_on("cpu", tiny(family), impl="torch"), requests)
+    engine = engine_on("cuda", tiny(family))
+    for _ in range(2):
+        found = answer(engine, requests)
+        for name, output in want.items():
+            tokens = [one.token_ids for one in found[name].outputs]
+            assert tokens == [one.token_ids for one in output.outputs]
+    assert any(shape.queries for shape in engine.launcher.runner.graphs)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])  # scattered slots, and stretches of them

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
-from onestem.engine.step.runner import MovedRows
+from onestem.engine.step.runner import Runner
 from onestem.models.weights import load_decoder
 from onestem.pml import Encoding, Import, Module, Parameter, Prompt, Schema, compile_prompt
 from onestem.pml.segments import CompiledPrompt, Segment, segment_key
@@ -182,25 +182,34 @@ def other_sign(monkeypatch):
 
 
 def not_rotated(monkeypatch):
-    queries = MovedRows.queries
+    """A moved row asks as its product made it."""
 
-    def mutated(self, layer, qkv, heads, ops, k_pages, v_pages):
-        whole = [(cos * 0 + 1, sin * 0) for cos, sin in self.angles]
-        angles = [type(one)(*pair) for one, pair in zip(self.angles, whole, strict=True)]
-        changed = MovedRows(self.sources, angles, self.slots)
-        return queries(changed, layer, qkv, heads, ops, k_pages, v_pages)
+    def change(sources, angles, moved):
+        for cos, sin in angles:
+            cos[moved], sin[moved] = 1, 0
 
-    monkeypatch.setattr(MovedRows, "queries", mutated)
+    change_queries(monkeypatch, change)
 
 
 def other_rows(monkeypatch):
     """A moved row takes the query of the row after its own."""
-    init = MovedRows.__init__
 
-    def mutated(self, sources, angles, slots):
-        init(self, sources.roll(1), angles, slots)
+    def change(sources, angles, moved):
+        sources[moved] = sources[moved].roll(1)
 
-    monkeypatch.setattr(MovedRows, "__init__", mutated)
+    change_queries(monkeypatch, change)
+
+
+def change_queries(monkeypatch, change):
+    queries = Runner.queries
+
+    def mutated(self, inputs):
+        found = queries(self, inputs)
+        if found is not None:
+            change(*found, slice(len(inputs.positions), None))
+        return found
+
+    monkeypatch.setattr(Runner, "queries", mutated)
 
 
 def module_elsewhere(monkeypatch):

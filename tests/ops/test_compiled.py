@@ -46,11 +46,10 @@ CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
 NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
 ROPE = {
     **dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_pages", "v_pages"), "*bf16"),
-    **dict.fromkeys(("num_q_heads", "num_kv_heads", "half", "page_size"), "i32"),
-    **dict.fromkeys(("page_stride", "token_stride", "head_stride"), "i32"),
-    "cos": "*fp32",
-    "sin": "*fp32",
-    "slots": "*i64",
+    **dict.fromkeys(("num_rows", "num_queries", "num_q_heads", "num_kv_heads", "half"), "i32"),
+    **dict.fromkeys(("page_size", "page_stride", "token_stride", "head_stride"), "i32"),
+    **dict.fromkeys(("cos", "sin", "query_cos", "query_sin"), "*fp32"),
+    **dict.fromkeys(("slots", "sources"), "*i64"),
     "eps": "fp32",
 }
 ATTEND = {
@@ -179,7 +178,7 @@ KERNELS = {
     "values that are keys": (
         *("layers", "_rope_write", 90, ROPE),
         {
-            **dict.fromkeys(("NORM", "VALUE_NORM", "VALUE_IS_KEY", "DEPENDENT"), True),
+            **dict.fromkeys(("NORM", "VALUE_NORM", "VALUE_IS_KEY", "MOVED", "DEPENDENT"), True),
             "HEADS": 8,
             "HALF": 256,
         },

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError
-from onestem.ops import Angles, Heads, LayerOps, allocate_pages, read_kv
+from onestem.ops import Angles, Heads, LayerOps, Queries, allocate_pages, read_kv
 from onestem.ops.cpu import CpuLayers, is_built
 from onestem.ops.rounding import LARGEST
 from onestem.ops.triton.layers import TritonLayers
@@ -173,6 +173,26 @@ def test_rope_write(
         assert float((got.double() - exact).abs().max()) <= unit + 1e-5
     for page in pages:
         assert int(page.isnan().all(-1).all(-1).sum()) == 12 - rows
+
+
+@pytest.mark.parametrize("ops", [*OPS, CpuLayers()] if is_built() else OPS, ids=lambda o: o.name)
+@pytest.mark.parametrize("rows", [[2, 0, 0, 1, 2, 1, 0], [1, 2]], ids=["more", "fewer"])
+def test_queries_of_rows_at_other_places(ops: LayerOps, rows: list[int]) -> None:
+    """Each as of a row of its own, beside the rows' keys and values."""
+    sources, slots = torch.tensor(rows, device=DEVICE), torch.tensor([7, 0, 11], device=DEVICE)
+    qkv, norms = drawn(3, 13 * 48, dtype=torch.float16), [drawn(48, dtype=torch.float16)] * 2
+    heads, turn = Heads(9, 2, 48, *norms, 1e-6), drawn(10, 24, dtype=torch.float32) * 50
+    here, there = Angles(turn.cos()[:3], turn.sin()[:3]), Angles(turn.cos()[3:], turn.sin()[3:])
+    there = Angles(*(one[: len(rows)].contiguous() for one in there))
+    pages = [torch.zeros(4, 3, 2, 48, dtype=torch.float16, device=DEVICE) for _ in range(4)]
+    ops.rope_write(qkv.clone(), heads, here, slots, *pages[:2])
+    own = torch.arange(len(rows), device=DEVICE)
+    aside = [torch.zeros_like(pages[0]) for _ in range(2)]
+    want = ops.rope_write(qkv[sources], heads, there, own, *aside)
+    asked = Queries(sources, there)
+    q = ops.rope_write(qkv.clone(), heads, here, slots, *pages[2:], queries=asked)
+    assert torch.equal(q, want)
+    assert all(map(torch.equal, pages[:2], pages[2:]))
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["values", "values are keys"])

@@ -20,7 +20,7 @@ __all__ = ["pml"]
 
 # Options of one case alone.
 FIRST_TOKEN = ("cached", "modules", "tier", "repeat")
-LIBRARY = ("prompts", "library", "module_tokens", "imports", "output")
+LIBRARY = ("prompts", "library", "module_tokens", "imports", "output", "moved")
 
 
 @options.with_options
@@ -45,6 +45,9 @@ def pml(
     module_tokens: Annotated[int, typer.Option(help="library: tokens of each.", min=1)] = 1000,
     imports: Annotated[int, typer.Option(help="library: modules that a prompt imports.")] = 3,
     output: Annotated[int, typer.Option(help="library: tokens sampled per prompt.", min=1)] = 64,
+    moved: Annotated[
+        bool, typer.Option("--moved", help="library: none where it was stored, in any order.")
+    ] = False,
     new: Annotated[int, typer.Option(help="Tokens of text of each prompt.", min=1)] = 50,
     isolation: Annotated[
         str, typer.Option(help="What cached tokens attend to: anchored or isolated.")
@@ -84,6 +87,7 @@ def pml(
             imports=imports,
             new=new,
             output=output,
+            moved=moved,
             isolation=who,
             seed=seed,
         )

@@ -3,7 +3,8 @@
 A graph is made for each of a few batch sizes, and a step takes the next larger one. Its spare rows
 see nothing and write to a page that is never read. What a step attends to is in the plan's work
 list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length. But
-lists without items of the widest tiles have graphs of their own, with a smaller attention kernel.
+lists without items of the widest tiles have graphs of their own, with a smaller attention kernel;
+and so have decodes with moved rows, by their number of queries, made when the first one comes.
 
 A graph ends with the hidden states. Logits are made after it, only of rows that want them: rows of
 prompts and spare rows want none, and the graphs hold no logits of their own.
@@ -15,14 +16,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from onestem.engine.step.inputs import NewPages, StepInputs
-from onestem.engine.step.runner import Logits, Prepared, Runner
+from onestem.engine.step.runner import LayerQueries, Logits, Prepared, Runner
 from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
@@ -37,6 +38,7 @@ BATCH_SIZES = GRAPH_ROWS
 
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
+MOST_QUERIES = STATES_PER_ROW * BATCH_SIZES[-1]  # a moved row is one state at least
 
 # Steps of decodes after which their work list is made again: it was balanced for the lengths of its
 # time, and own runs grow.
@@ -47,10 +49,23 @@ _Kind = tuple[int | None, int, int]
 
 
 class GraphShape(NamedTuple):
-    """What a graph is made for: rows, and whether work lists may have items of the widest tiles."""
+    """What a graph is made for: rows, whether work lists may have items of the widest tiles, and
+    how many queries there may be. 0: only those of the rows."""
 
     rows: int
     wide: bool
+    queries: int = 0
+
+    @property
+    def words(self) -> int:
+        """Of a step's inputs, which `divide` divides."""
+        return 3 * self.rows + 2 * self.queries
+
+    def divide(self, words: Any) -> tuple[Any, Any]:
+        """Ids, positions and slots `[3, rows]`; rows and positions of queries `[2, queries]`: of an
+        array or a tensor, views."""
+        first, second = words[: 3 * self.rows], words[3 * self.rows : self.words]
+        return first.reshape(3, self.rows), second.reshape(2, self.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +114,13 @@ class GraphRunner(Runner):
         )
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
-        shape = 3, BATCH_SIZES[-1]  # ids, positions and slots
-        self._stagings = [Staging.make(shape, torch.int64, decoder.device) for _ in range(2)]
+        words = GraphShape(BATCH_SIZES[-1], wide=False, queries=MOST_QUERIES).words
+        self._stagings = [Staging.make((words,), torch.int64, decoder.device) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
         self._list_steps = LIST_STEPS  # after which they are made again
         self._listed = False  # whether they are those of the step before
-        self._inputs = torch.zeros(shape, dtype=torch.int64, device=decoder.device)
-        self._inputs[2] = self.scratch_slot
+        self._inputs = torch.zeros(words, dtype=torch.int64, device=decoder.device)
         # As of `StateRows.table`, where layers keep states; all padding yet.
         shape = BATCH_SIZES[-1] if self.states else 0, 5
         self._parts = torch.zeros(shape, dtype=torch.int32, device=decoder.device)
@@ -158,9 +172,14 @@ class GraphRunner(Runner):
             space.clear()
         attends = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):
+            narrow = GraphShape(size, wide=False)
+            (*others, slots), _ = narrow.divide(self._inputs)
+            for zeros in others:
+                zeros.zero_()
+            slots.fill_(self.scratch_slot)
             if attends and any(space.kernels.may_be_wide(size) for space in spaces):
-                self._graph(GraphShape(size, True))
-            self.decoder.logits(self._graph(GraphShape(size, False)).hidden)  # a product of its own
+                self._graph(GraphShape(size, wide=True))
+            self.decoder.logits(self._graph(narrow).hidden)  # a product of its own
 
     def release_pages(self) -> None:
         """Graphs hold addresses: they are made again when the engine is awake (`warm_up`)."""
@@ -176,23 +195,31 @@ class GraphRunner(Runner):
         self._list_age += 1
         if new_pages is None or self._list_age >= self._list_steps or not self._listed:
             fits = rows <= BATCH_SIZES[-1] and self._write_parts(inputs.states)
-            fits = fits and not len(next(iter(inputs.plans.values())).moved)
+            fits = fits and not inputs.choices and self._has_room(inputs)
             self._listed = fits and self.write_lists(inputs)
-            return self._shape(rows) if self._listed else super().prepare(inputs, new_pages)
+            return self._shape(inputs) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
             for workspace in self.workspaces.values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(new_pages.runs, new_pages.page_index)
                 # Run and span i are row i's own, and each row is sampled from.
                 workspace.advance(inputs.logit_rows, words, new_pages.pages)
-        return self._shape(rows)
+        return self._shape(inputs)
 
-    def _shape(self, rows: int) -> GraphShape:
-        """The graph of a step of `rows`, whose work lists are written."""
+    def _shape(self, inputs: StepInputs) -> GraphShape:
+        """The graph of a step whose work lists are written."""
         works = (workspace.work for workspace in self.workspaces.values())
-        return GraphShape(
-            self._size(rows), any(work is not None and work.num_wide for work in works)
-        )
+        wide = any(work is not None and work.num_wide for work in works)
+        size, plan = self._size(len(inputs.positions)), next(iter(inputs.plans.values()))
+        times = -(-plan.num_queries // size) if len(plan.moved) else 0
+        return GraphShape(size, wide, size << (times - 1).bit_length() if times else 0)
+
+    def _has_room(self, inputs: StepInputs) -> bool:
+        """Whether a graph may have room for a step's queries. To make one takes as long as some
+        steps, so moved rows have one where all rows decode, and not for each mixture."""
+        queries = self._shape(inputs).queries
+        decodes = len(inputs.logit_rows) == len(inputs.positions)
+        return queries == 0 or (decodes and queries <= MOST_QUERIES)
 
     def _size(self, rows: int) -> int:
         """Rows of the graph that a step of `rows` takes."""
@@ -230,9 +257,9 @@ class GraphRunner(Runner):
             return super().run(inputs, prepared, ids)
         self._guard(inputs)
         rows = len(inputs.positions)
-        self._stage(inputs, rows, prepared.rows)
+        self._stage(inputs, rows, prepared)
         if ids is not None:
-            self._inputs[0, : len(ids)].copy_(ids)
+            self._inputs[: len(ids)].copy_(ids)
         if self.share != "no-attention":
             for workspace in self.workspaces.values():
                 workspace.upload()
@@ -242,13 +269,18 @@ class GraphRunner(Runner):
             self._copy_states(inputs.copies)
         return self._logits(inputs, graph.hidden[:rows])
 
-    def _stage(self, inputs: StepInputs, rows: int, size: int) -> None:
+    def _stage(self, inputs: StepInputs, rows: int, shape: GraphShape) -> None:
         self._turn = 1 - self._turn
         staging = self._stagings[self._turn]
-        array = staging.writable()
-        array[0, :rows], array[1, :rows] = inputs.token_ids, inputs.positions
-        array[2, :rows], array[2, rows:size] = inputs.slots, self.scratch_slot
-        staging.upload(self._inputs)
+        of_rows, (sources, positions) = shape.divide(staging.writable())
+        of_rows[0, :rows], of_rows[1, :rows] = inputs.token_ids, inputs.positions
+        of_rows[2, :rows] = inputs.slots
+        of_rows[:, rows:] = [[0], [0], [self.scratch_slot]]
+        if shape.queries:
+            plan = next(iter(inputs.plans.values()))
+            sources[: plan.num_queries], sources[plan.num_queries :] = plan.sources(), 0
+            positions[: plan.num_queries] = plan.row_position
+        staging.upload(self._inputs[: shape.words])
 
     def _graph(self, shape: GraphShape) -> Graph:
         if shape not in self.graphs:
@@ -264,34 +296,33 @@ class GraphRunner(Runner):
             self.fixed_forward(shape)  # compiles kernels, which cannot be done while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # With several ranks, a thread of their group watches collectives meanwhile.
-        mode = "global" if self.decoder.ranks.size == 1 else "thread_local"
+        # Other threads may use the device meanwhile; with several ranks, one watches collectives.
         with (
             _without_collector(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             hidden = self.fixed_forward(shape)
         return Graph(graph, hidden)
 
     def fixed_forward(self, shape: GraphShape) -> Tensor:
         """Hidden states `[rows, hidden_size]` of what lies in the fixed buffers."""
-        ids, positions, slots = self._inputs[:, : shape.rows]
+        (ids, positions, slots), (sources, places) = shape.divide(self._inputs)
         self.decoder.ranks.take_first(ids)
         states = self._states_of(PartRows.decodes(self._parts[: shape.rows]))
-        attend = self._fixed_attend(slots, shape.wide)
+        queries = (sources, self.decoder.rope.angles(places)) if shape.queries else None
+        attend = self._fixed_attend(slots, shape.wide, queries)
         return self.decoder.forward(ids, positions, attend, states=states)
 
-    def _fixed_attend(self, slots: Tensor, wide: bool) -> Attend:
+    def _fixed_attend(self, slots: Tensor, wide: bool, queries: LayerQueries | None) -> Attend:
         ops, scores = self.decoder.ops, self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
-            k_pages, v_pages = self.pages[layer]
-            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
+            q = self.asked(layer, qkv, heads, angles, slots, queries)
             if self.share == "no-attention":
-                return q
-            out = torch.empty_like(q)
+                return q[: len(qkv)]
+            out = q.new_empty(len(qkv), *q.shape[1:])
             workspace = self.workspaces[self._kinds[layer]]
-            workspace.launch(q, k_pages, v_pages, out, scores=scores, wide=wide)
+            workspace.launch(q, *self.pages[layer], out, scores=scores, wide=wide)
             if heads.sinks is not None:
                 ops.share_sinks(out, workspace.lse, heads.sinks)
             return out

@@ -25,9 +25,9 @@ from onestem.ops import (
     Angles,
     AttentionImpl,
     Heads,
-    LayerOps,
     PartRows,
     PreparedAttention,
+    Queries,
     allocate_pages,
 )
 from onestem.ops.copies import on_device
@@ -40,6 +40,8 @@ SAMPLED_LOGITS = 1 << 30
 
 # By window; empty where nothing is attended.
 Prepared = dict[int | None, PreparedAttention]
+# `Queries.sources`, and each layer's angles.
+LayerQueries = tuple[Tensor, list[Angles]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,36 +58,6 @@ class Logits:
     samples: Iterable[Tensor]
     scored: Iterable[Tensor] = ()
     attended: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class MovedRows:
-    """Rows as they see modules that are stored elsewhere (`AttentionPlan.moved`).
-
-    Attributes:
-        sources: int64 `[num_moved]`, the row of each.
-        angles: of each layer, of their positions.
-        slots: int64 `[num_moved]`, of what they do not write.
-    """
-
-    sources: Tensor
-    angles: list[Angles]
-    slots: Tensor
-
-    def queries(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: Heads,
-        ops: LayerOps,
-        k_pages: Tensor,
-        v_pages: Tensor,
-    ) -> Tensor:
-        """Their queries in a layer, `[num_moved, num_q_heads, head_dim]`, from those of their rows
-        before rotation: RoPE sees distances alone, and each is rounded once."""
-        rows = qkv[:, : heads.num_q_heads * heads.head_dim].index_select(0, self.sources)
-        alone = replace(heads, num_kv_heads=0)
-        return ops.rope_write(rows, alone, self.angles[layer], self.slots, k_pages, v_pages)
 
 
 class StepRunner(Protocol):
@@ -335,7 +307,7 @@ class Runner:
         hidden = self.decoder.forward(
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
-            self._attend(prepared, self.on_device(slots), rows, self._moved(inputs), watched),
+            self._attend(prepared, self.on_device(slots), rows, self.queries(inputs), watched),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
             states,
         )
@@ -376,50 +348,55 @@ class Runner:
         picked = hidden[self.on_device(_padded(rows, spare, 0))]
         return self.decoder.logits(picked)[: len(rows)]
 
-    def _moved(self, inputs: StepInputs) -> MovedRows | None:
-        """The moved rows of a step; None: there are none."""
+    def queries(self, inputs: StepInputs) -> LayerQueries | None:
+        """The queries of a step that has moved rows; None: they are its rows."""
         plan = next(iter(inputs.plans.values()), None)
         if plan is None or not len(plan.moved):
             return None
-        positions = self.on_device(plan.moved_position.astype(np.int64))
-        return MovedRows(
-            self.on_device(plan.moved[:, 0].astype(np.int64)),
-            self.decoder.rope.angles(positions),
-            torch.full_like(positions, self.scratch_slot),
-        )
+        positions = self.on_device(plan.row_position.astype(np.int64))
+        return self.on_device(plan.sources()), self.decoder.rope.angles(positions)
 
     def _attend(
         self,
         prepared: Prepared,
         slots: Tensor,
         rows: int,
-        moved: MovedRows | None,
+        queries: LayerQueries | None,
         watched: Watched | None,
     ) -> Attend:
         """Attention of the first `rows`; the others see nothing, and are not read."""
-        ops, scores = self.decoder.ops, self.decoder.scores
+        scores = self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
-            k_pages, v_pages = self.pages[layer]
-            q = ops.rope_write(qkv, heads, angles, slots, k_pages, v_pages)
             if not prepared:
-                return q
-            plan, queries = prepared[self.windows[layer]], q[:rows]
-            if moved is not None:
-                more = moved.queries(layer, qkv, heads, ops, k_pages, v_pages)
-                queries = torch.cat((queries, more))
-            state = plan.attend(queries, k_pages, v_pages, scores)
+                return self.asked(layer, qkv, heads, angles, slots, None)
+            q = self.asked(layer, qkv, heads, angles, slots, queries)
+            q = q if queries is not None else q[:rows]
+            k_pages, v_pages = self.pages[layer]
+            state = prepared[self.windows[layer]].attend(q, k_pages, v_pages, scores)
             if watched is not None and layer in self.choosing_layers:
-                watched.add(queries, k_pages, state.lse, scores)
+                watched.add(q, k_pages, state.lse, scores)
             out = state.out.to(q.dtype)
             if heads.sinks is not None:
-                ops.share_sinks(out, state.lse.float(), heads.sinks)
-            if rows == len(q):
-                return out
-            q[:rows] = out
-            return q
+                self.decoder.ops.share_sinks(out, state.lse.float(), heads.sinks)
+            return F.pad(out, (0, 0, 0, 0, 0, len(qkv) - rows)) if len(qkv) > rows else out
 
         return attend
+
+    def asked(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles,
+        slots: Tensor,
+        queries: LayerQueries | None,
+    ) -> Tensor:
+        """A layer's queries `[num_queries, num_q_heads, head_dim]`, those of its rows first; their
+        keys and values are written."""
+        mine = None if queries is None else Queries(queries[0], queries[1][layer])
+        pages = self.pages[layer]
+        return self.decoder.ops.rope_write(qkv, heads, angles, slots, *pages, queries=mine)
 
 
 def _padded(values: np.ndarray, spare: int, fill: int) -> np.ndarray:

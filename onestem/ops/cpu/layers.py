@@ -11,7 +11,7 @@ from torch import Tensor
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, native
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, LayerOps, check_halves
+from onestem.ops.layers import Angles, Heads, LayerOps, Queries, check_halves
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class CpuLayers(LayerOps):
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        queries: Queries | None = None,
     ) -> Tensor:
         """See `LayerOps`."""
         rows, head_dim = qkv.shape[0], heads.head_dim
@@ -92,7 +94,7 @@ class CpuLayers(LayerOps):
         )
         if not written:
             raise ConfigError(f"a slot is not in the {len(k_pages)} KV pages")
-        return q
+        return q if queries is None else self._asked(qkv, heads, queries, k_pages, v_pages)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `LayerOps`."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.kv import page_strides
-from onestem.ops.layers import Angles, Heads, LayerOps, check_halves
+from onestem.ops.layers import Angles, Heads, LayerOps, Queries, check_halves
 from onestem.ops.rounding import LARGEST, RoundedRows
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
@@ -92,10 +92,15 @@ def _rope_write(
     cos,
     sin,
     slots,
+    sources,
+    query_cos,
+    query_sin,
     q_out,
     k_pages,
     v_pages,
     eps,
+    num_rows,
+    num_queries,
     num_q_heads,
     num_kv_heads,
     half,
@@ -106,37 +111,48 @@ def _rope_write(
     NORM: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
+    MOVED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Program (row, block): `HEADS` heads of q, or of k and v."""
+    """Program (row, block): `HEADS` heads of q, or of k and v. MOVED: of the row's query, which is
+    that of row `sources[row]`."""
     wait_for_launch(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     head_dim = 2 * half
     kinds: tl.constexpr = 1 if VALUE_IS_KEY else 2
-    line = row * (num_q_heads + kinds * num_kv_heads) * head_dim
+    width = (num_q_heads + kinds * num_kv_heads) * head_dim
     i = tl.arange(0, HALF)
-    c = tl.load(cos + row * half + i, mask=i < half, other=0.0)[None, :]
-    s = tl.load(sin + row * half + i, mask=i < half, other=0.0)[None, :]
+    turn = row * half + i
     q_blocks = tl.cdiv(num_q_heads, HEADS)
     if block < q_blocks:
+        asks = row < num_queries
+        source = tl.load(sources + row, mask=asks, other=0) if MOVED else row
+        reach = tl.where(asks, half, 0)
+        c = tl.load(query_cos + turn, mask=i < reach, other=0.0)[None, :]
+        s = tl.load(query_sin + turn, mask=i < reach, other=0.0)[None, :]
         head = block * HEADS + tl.arange(0, HEADS)
-        inside = head < num_q_heads
+        inside = head < tl.where(asks, num_q_heads, 0)
         at = head.to(tl.int64) * head_dim
+        line = source * width
         first, second, mask, _ = _load_halves(qkv + line, at, inside, q_norm, half, HALF, NORM, eps)
         to = q_out + row * num_q_heads * head_dim + at[:, None] + i[None, :]
         tl.store(to, (first * c - second * s).to(q_out.dtype.element_ty), mask=mask)
         tl.store(to + half, (second * c + first * s).to(q_out.dtype.element_ty), mask=mask)
     else:
+        there = row < num_rows
+        reach = tl.where(there, half, 0)
+        c = tl.load(cos + turn, mask=i < reach, other=0.0)[None, :]
+        s = tl.load(sin + turn, mask=i < reach, other=0.0)[None, :]
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-        inside = head < num_kv_heads
+        inside = head < tl.where(there, num_kv_heads, 0)
         at = head.to(tl.int64) * head_dim
-        slot = tl.load(slots + row)
+        slot = tl.load(slots + row, mask=there, other=0)
         page = slot // page_size * page_stride + slot % page_size * token_stride
         place = (page + head.to(tl.int64) * head_stride)[:, None] + i[None, :]
-        keys = qkv + line + num_q_heads * head_dim
+        keys = qkv + row * width + num_q_heads * head_dim
         first, second, mask, _ = _load_halves(keys, at, inside, k_norm, half, HALF, NORM, eps)
         to = k_pages + place
         tl.store(to, (first * c - second * s).to(k_pages.dtype.element_ty), mask=mask)
@@ -230,27 +246,33 @@ class TritonLayers(LayerOps):
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        queries: Queries | None = None,
     ) -> Tensor:
         check_halves("head_dim", heads.head_dim)
         rows, half = len(qkv), heads.head_dim // 2
-        q = torch.empty(rows, heads.num_q_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
+        sources, turned = (slots, angles) if queries is None else queries
+        q = qkv.new_empty(len(sources), heads.num_q_heads, heads.head_dim)
         blocks = sum(
             triton.cdiv(count, _HEADS_PER_PROGRAM)
             for count in (heads.num_q_heads, heads.num_kv_heads)
         )
         norm = heads.q_norm is not None
         if rows:
-            _rope_write[(rows, blocks)](
+            _rope_write[(max(rows, len(sources)), blocks)](
                 qkv,
                 heads.q_norm if norm else qkv,
                 qkv if heads.k_norm is None else heads.k_norm,
-                angles.cos,
-                angles.sin,
+                *angles,
                 slots,
+                sources,
+                *turned,
                 q,
                 k_pages,
                 v_pages,
                 heads.eps,
+                rows,
+                len(sources),
                 heads.num_q_heads,
                 heads.num_kv_heads,
                 half,
@@ -259,6 +281,7 @@ class TritonLayers(LayerOps):
                 NORM=norm,
                 VALUE_NORM=heads.v_norm,
                 VALUE_IS_KEY=heads.value_is_key,
+                MOVED=queries is not None,
                 HEADS=_HEADS_PER_PROGRAM,
                 HALF=triton.next_power_of_2(half),
                 num_warps=4,
