@@ -11,7 +11,7 @@ A head's state S `[dk, dv]` takes a row (q, k, v, decay g, strength beta) so:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,7 @@ class PartRows:
     chunks: Tensor
     scans: Tensor
     num_rows: int = -1
+    _zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(rows: StateRows, device: torch.device) -> PartRows:
@@ -57,9 +58,14 @@ class PartRows:
         return PartRows(parts, parts.new_empty(0, 2), parts.new_empty(0, 3))
 
     def memory(self, x: Tensor) -> Tensor:
-        """For results of x's shape: zeros, where rows may be in no part."""
-        whole = self.num_rows == len(x)
-        return (torch.empty if whole else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
+        """For results of x's shape. Where rows may be in no part it is zeros, and the same memory
+        for all layers: each writes the same rows, when the results before it have been read."""
+        if self.num_rows == len(x):
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        kind = x.shape, x.dtype
+        if kind not in self._zeros:
+            self._zeros[kind] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return self._zeros[kind]
 
     @cached_property
     def listed(self) -> np.ndarray:

@@ -216,6 +216,18 @@ def test_a_table_may_be_filled_again(name: str) -> None:
         assert_near(states, after)
 
 
+def test_layers_take_the_same_memory() -> None:
+    """Of a table with padding, whose results stay zeros; of another, memory of their own."""
+    rows = PartRows.decodes(torch.from_numpy(rows_of((1, 7, 2, 2), (0, 0, -1, -1)).table()))
+    first, second = (rows.memory(torch.empty(2, 4)) for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+    assert not first.any()
+    assert rows.memory(torch.empty(2, 4, dtype=torch.float16)).dtype == torch.float16
+    known = PartRows.of(rows_of((2, 7, 2, 2)), torch.device("cpu"))
+    one, other = (known.memory(torch.empty(2, 4)) for _ in range(2))
+    assert one.data_ptr() != other.data_ptr()
+
+
 @every_ops
 @every_dtype
 @pytest.mark.parametrize(("channels", "width"), [(7, 4), (96, 4), (20, 3)])
@@ -356,7 +368,7 @@ def test_in_a_graph() -> None:
     ops.delta_rule(*inputs, states, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.delta_rule(*inputs, states, rows)
+        out = ops.delta_rule(*inputs, states, PartRows.decodes(rows.parts))
     for parts in ([(1, 7, 2, 2), (1, 9, 0, 1)], [(1, 8, 2, 2), (1, 10, 1, 1), (1, 0, -1, 3)]):
         step, before = rows_of(*parts), states.clone()
         rows.parts.zero_()[: len(parts)] = torch.from_numpy(step.table()).cuda()

@@ -426,19 +426,9 @@ class TritonDelta(DeltaOps):
         decay, beta = torch.empty(2, *a.shape, dtype=torch.float32, device=a.device)
         if a.numel():
             _gates[(triton.cdiv(a.numel(), _GATE_BLOCK),)](
-                a,
-                b,
-                a_log,
-                dt_bias,
-                decay,
-                beta,
-                *a.shape,
-                a.stride(0),
-                b.stride(0),
-                BLOCK=_GATE_BLOCK,
-                num_warps=4,
-                **dependent_launch(a.device),
-            )
+                a, b, a_log, dt_bias, decay, beta, *a.shape, a.stride(0), b.stride(0),
+                BLOCK=_GATE_BLOCK, num_warps=4, **dependent_launch(a.device),
+            )  # fmt: skip
         return decay, beta
 
     def delta_rule(
