@@ -147,7 +147,7 @@ class Service:
 
     def _job_model(self) -> tuple[Rules, dict[str, Any]]:
         """Rules and arguments of `run_job` that describe the model, as `onestem batch` gives them:
-        a job's results are the same."""
+        a job's results are the same, under the name that the server shows."""
         facts, tokenizer = self.model.facts, self.model.bounded_tokenizer
         rules = Rules(
             tokenizer=tokenizer,
@@ -159,7 +159,7 @@ class Service:
         return rules, {
             "token_bytes": None if tokenizer is None else tokenizer.token_bytes,
             "model_identity": self._identity,
-            "model_name": str(self.settings.engine.model),
+            "model_name": self.model.names[0],
             "options": dict(facts.options.job_identity(self.settings.engine)),
             "planner": planner_of(facts.options, facts.kv_tokens),
         }

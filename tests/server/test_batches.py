@@ -113,6 +113,22 @@ def test_results_are_those_of_onestem_batch(tmp_path, tiny_model, expected):
         server.check()
 
 
+def test_lines_without_a_name_are_answered_under_the_served_one(tmp_path, tiny_model):
+    how = {"served_model_name": ["shown", "also"]}
+    with running(tmp_path, model=tiny_model, **how) as server, server.http() as http:
+        bodies = [
+            {"prompt": "a", "max_tokens": 1},
+            {"prompt": "a", "max_tokens": 1, "model": "also"},
+        ]
+        raw = [
+            json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b})
+            for i, b in enumerate(bodies)
+        ]
+        batch = ended(http, create(http, "\n".join(raw).encode())["id"])
+        results = map(json.loads, output(http, batch).splitlines())
+        assert [one["response"]["body"]["model"] for one in results] == ["shown", "also"]
+
+
 def test_a_line_that_names_another_model_gets_an_error(tmp_path, tiny_model):
     with running(tmp_path, model=tiny_model) as server, server.http() as http:
         names = [server.service.model.names[0], "gpt"]
