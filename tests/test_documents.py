@@ -158,11 +158,10 @@ def test_lines_of_a_job(llm, tmp_path):
     assert "documents[0] is ''" in json.dumps(bad)
 
 
-def test_over_http(llm, tmp_path):
-    with (
-        running(tmp_path / "state", engine={"kv_memory": "64MiB"}) as server,
-        server.http() as http,
-    ):
+@pytest.mark.parametrize("tiers", [{}, {"disk_kv": "kv"}])
+def test_over_http(llm, tmp_path, tiers):
+    engine = {"kv_memory": "64MiB"} | {name: tmp_path / place for name, place in tiers.items()}
+    with running(tmp_path / "state", engine=engine) as server, server.http() as http:
         found = [
             http.post("/v1/chat/completions", json={**body, **PARAMS}).json() for body in BODIES
         ]

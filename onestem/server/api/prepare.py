@@ -89,7 +89,7 @@ async def prepare(
     first = call.requests[0]
     if first.params.response_format is not None or first.pml is not None:
         await _validate(service.client, call)
-    if first.pml is not None:
+    if first.pml is not None and first.documents is None:
         service.schemas.prefetch(tenant, first.pml, first.module_salt)
     return call
 
