@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # How many names an error spells out before it gives only their number.
 NAMES_SHOWN = 4
@@ -120,12 +120,6 @@ class TensorNames:
 
     def __contains__(self, role: Role) -> bool:
         return role in self.names
-
-    def having(self, names: Mapping[Role, str | None]) -> TensorNames:
-        """The same with some other names; None: there is no such tensor."""
-        merged = {**self.names, **names}
-        kept = {role: name for role, name in merged.items() if name is not None}
-        return replace(self, names=kept)
 
     def ours(self, name: str) -> str | None:
         """The name here of a tensor, which some checkpoints call otherwise. None: it belongs to a

@@ -4,7 +4,6 @@ from onestem.ops.delta import DeltaOps, PartRows
 from onestem.ops.dispatch import (
     AttentionImpl,
     PreparedAttention,
-    attention,
     available,
     resolve,
     resolve_delta,

@@ -1,4 +1,4 @@
-"""`attention`: one call for every shape of sharing, and the choice of its implementation."""
+"""Attention over plans, and the choice of who computes it and other operations."""
 
 from __future__ import annotations
 
@@ -34,9 +34,20 @@ from onestem.ops.torch_impl import TorchAttention
 class PreparedAttention(Protocol):
     """A plan made ready for one device; serves all layers of a step."""
 
-    def attend(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN
-    ) -> State: ...
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
+        """Attention of each query row over the tokens that the plan shows it.
+
+        Args:
+            q: `[num_queries, num_q_heads, head_dim]`: of all rows, then of moved ones.
+            k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype, as
+                `allocate_pages` makes them; query head h reads KV head
+                `h // (num_q_heads / num_kv_heads)`.
+
+        Returns:
+            `State(out, lse)` of all rows: out in q's dtype (float64 from the reference), lse
+            natural log.
+        """
+        ...
 
 
 class AttentionImpl(Protocol):
@@ -183,79 +194,3 @@ def resolve_rounding(device: torch.device) -> RoundRows:
 
 def _on_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
-
-
-def attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    plan: AttentionPlan,
-    *,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    impl: str = "auto",
-) -> State:
-    """Attention of each query row over the tokens that the plan shows it.
-
-    Args:
-        q: `[num_queries, num_q_heads, head_dim]`: of all rows, then of moved ones.
-        k_pages, v_pages: `[num_pages, page_size, num_kv_heads, head_dim]`, q's dtype, as
-            `allocate_pages` makes them; query head h reads KV head
-            `h // (num_q_heads / num_kv_heads)`.
-        plan: the rows' spans.
-        scale, alibi_slopes, softcap: see `Scores`.
-        impl: `auto`, or the name of an implementation.
-
-    Returns:
-        `State(out, lse)` of all rows: out in q's dtype (float64 from the reference), lse natural
-        log.
-
-    Raises:
-        ConfigError: tensors, plan and options do not fit together.
-        UnsupportedError: the named implementation does not take this.
-    """
-    _check_shapes(q, k_pages, v_pages, plan)
-    scores = Scores(scale, softcap, alibi_slopes)
-    scores.check(q)
-    heads = [(q.shape[2], q.shape[1] // k_pages.shape[2])]
-    return resolve(impl, q.device, heads=heads).prepare(plan).attend(q, k_pages, v_pages, scores)
-
-
-def _check_shapes(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
-    """Raise `ConfigError` unless q, pages and plan fit together."""
-    if q.dim() != 3 or q.shape[0] != plan.num_queries:
-        raise ConfigError(
-            f"q has shape {tuple(q.shape)}, expected [{plan.num_queries}, num_q_heads, head_dim]"
-        )
-    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[1] != plan.page_size:
-        raise ConfigError(
-            f"pages have shapes {tuple(k_pages.shape)} and {tuple(v_pages.shape)}, "
-            f"expected [num_pages, {plan.page_size}, num_kv_heads, head_dim] twice"
-        )
-    _check_heads(q, k_pages)
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ConfigError(
-            f"q is {q.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}, expected one dtype"
-        )
-    if not q.device == k_pages.device == v_pages.device:
-        raise ConfigError(
-            f"q is on {q.device}, pages are on {k_pages.device} and {v_pages.device}, expected "
-            "one device"
-        )
-    plan.check(num_pages=len(k_pages))
-
-
-def _check_heads(q: Tensor, k_pages: Tensor) -> None:
-    num_q_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_pages.shape[2]
-    if min(num_q_heads, num_kv_heads, head_dim) < 1:
-        raise ConfigError(
-            f"q has {num_q_heads} heads of {head_dim}, pages have {num_kv_heads}: expected at "
-            "least 1 of each"
-        )
-    if k_pages.shape[3] != head_dim or num_q_heads % num_kv_heads != 0:
-        raise ConfigError(
-            f"q has {num_q_heads} heads of {head_dim}, pages have {num_kv_heads} of "
-            f"{k_pages.shape[3]}: expected one head_dim and a multiple of the KV heads"
-        )

@@ -34,7 +34,7 @@ class PreparedReference:
     keys: list[tuple[np.ndarray, np.ndarray]]  # per query: slots, positions
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
-        """See `ops.attention`; `out` and `lse` are float64."""
+        """See `PreparedAttention`; `out` and `lse` are float64."""
         rows, (_, num_heads, head_dim) = self.plan.num_rows, q.shape
         state = empty_state(rows, num_heads, head_dim, device=q.device, dtype=torch.float64)
         queries = [[row] for row in range(rows)]

@@ -65,7 +65,7 @@ class PreparedTorch:
         self._ready: list[_Ready] | None = None
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
-        """See `ops.attention`."""
+        """See `PreparedAttention`."""
         num_queries, num_heads, head_dim = q.shape
         if self._ready is None:
             self._ready = self._make_ready(q.device, num_heads // k_pages.shape[2])

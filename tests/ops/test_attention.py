@@ -17,7 +17,6 @@ from onestem.ops import (
     PlanBuilder,
     Scores,
     State,
-    attention,
     read_kv,
     resolve,
     windowed,
@@ -26,6 +25,7 @@ from onestem.ops.items import CostModel, SharedItem, make_items
 from onestem.ops.reference import visible
 from onestem.ops.state import merge_into
 from onestem.ops.torch_impl import TorchAttention
+from tests.ops.attend import attention, check_plan
 
 
 def random_plan(
@@ -189,7 +189,7 @@ def test_items_show_exactly_what_the_plan_shows(window):
     """Every row gets each of its keys once, under any window and cost model."""
     rng = np.random.default_rng(window)
     plan, _ = random_plan(rng, page_size=16, num_runs=5, num_seqs=9, window=window)
-    plan.check()
+    check_plan(plan)
     for cost in (CostModel(), CostModel(1, 1), CostModel(10**9, 10**9)):
         for share in (True, False):
             got: list[list[int]] = [[] for _ in range(plan.num_queries)]
@@ -229,10 +229,10 @@ def test_malformed_plans_are_refused(change, message):
     run = builder.add_run(np.array([0, 1, 2], np.int32), 1, 5, 0)
     builder.add_span(0, 2, run, 4, step=1)
     plan = builder.build(np.array([3, 4]))
-    plan.check()
+    check_plan(plan)
     arrays = {name: np.array(value, np.int32) for name, value in change.items()}
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(plan, **arrays).check()
+        check_plan(dataclasses.replace(plan, **arrays))
 
 
 def merged(*parts: State) -> State:

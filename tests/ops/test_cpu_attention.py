@@ -20,12 +20,12 @@ from onestem.ops import (
     PlanBuilder,
     Scores,
     allocate_pages,
-    attention,
     windowed,
     write_kv,
 )
 from onestem.ops.cpu import CpuAttention, CpuCost, is_built
 from onestem.ops.reference import visible
+from tests.ops.attend import attention
 from tests.ops.cpu_isas import EVERY_ISA, Isa
 from tests.ops.test_attention import assert_matches, plain, random_plan
 from tests.soak import one_in

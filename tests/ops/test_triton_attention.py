@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onestem.errors import ConfigError, UnsupportedError
-from onestem.ops import AttentionPlan, PlanBuilder, Scores, State, attention, resolve, windowed
+from onestem.ops import AttentionPlan, PlanBuilder, Scores, State, resolve, windowed
 from onestem.ops.kv import laid_out, read_kv
 from onestem.ops.triton import (
     KernelConfig,
@@ -24,6 +24,7 @@ from onestem.ops.triton.launch import Kernels, takes_heads
 from onestem.ops.work import Tile, make_work
 from onestem.ops.work.lists import AT_RECORDS, RECORD
 from onestem_lab.attention.cases import decode_step
+from tests.ops.attend import attention
 from tests.ops.plans import SMALL, random_plan, written_slots
 from tests.soak import one_in
 

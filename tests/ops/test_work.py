@@ -22,6 +22,7 @@ from onestem.ops.work.cuts import item_times
 from onestem.ops.work.deal import hands_in_rows
 from onestem.ops.work.lists import Choice, ListTooLong
 from onestem_lab.attention.cases import decode_step
+from tests.ops.attend import check_plan
 from tests.ops.plans import COSTS, SMALL, random_plan, read_packed
 
 
@@ -601,7 +602,7 @@ def test_growing_words_make_the_next_steps_list(cuts, cost, window):
         plan = dataclasses.replace(
             plan, spans=spans, runs=runs, run_pages=pages, row_position=plan.row_position + 1
         )
-        plan.check()
+        check_plan(plan)
         assert_shows(words, plan, model, 4, work.num_states)
 
 

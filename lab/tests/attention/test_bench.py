@@ -22,6 +22,7 @@ from onestem_lab.attention.peers import absent_peers
 from onestem_lab.attention.rates import Rates
 from onestem_lab.cli.attention import _cases as cli_cases
 from onestem_lab.cli.attention import head_counts
+from tests.ops.attend import check_plan
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 16, torch.float32)
@@ -39,7 +40,7 @@ def quick(monkeypatch):
 def test_a_tree_of_two_levels():
     step, _ = decodes(2, (2, 3), (40, 20), 5).step(SMALL)
     assert step.plan.num_rows == 12
-    step.plan.check()
+    check_plan(step.plan)
     assert step.attended().tolist() == [65] * 12
     assert step.plan.run_len.sum() == 2 * 40 + 4 * 20 + 12 * 5
     assert step.flops(SMALL) == 4 * 4 * 16 * 12 * 65
@@ -53,7 +54,7 @@ def test_a_tree_of_two_levels():
 )
 def test_children_are_spread_evenly(counts, lengths):
     step = decode_step(counts, lengths)
-    step.plan.check(num_pages=step.num_pages)
+    check_plan(step.plan, num_pages=step.num_pages)
     seen: list[list[tuple[int, int]]] = []
     for leaf in range(counts[-1]):
         node, path = leaf, []
@@ -69,7 +70,7 @@ def test_children_are_spread_evenly(counts, lengths):
 
 def test_a_mixed_step_sees_causally():
     step = mixed_step(chunk_rows=4, contexts=(0, 8, 16), shared=1, decodes=2, suffix=3)
-    step.plan.check()
+    check_plan(step.plan)
     decodes_and_shared = [19, 19, 17, 18, 19, 20]
     assert step.attended().tolist() == [*decodes_and_shared, 1, 2, 3, 4, 9, 10, 11, 12]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onestem.ops import attention, available, resolve
+from onestem.ops import available, resolve
 from onestem.ops.triton import TritonAttention
 from onestem.ops.work import make_work
 from onestem_lab.attention.cases import TREES, Heads, Step, decode_step, make_tensors
 from onestem_lab.attention_trees import scaled
+from tests.ops.attend import attention
 from tests.ops.test_triton_attention import CONFIG, DEVICE, NEEDS_HOPPER, assert_matches
 
 NAMES = [name for trees in TREES.values() for name in trees]

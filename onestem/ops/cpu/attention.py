@@ -103,7 +103,7 @@ class PreparedCpu:
         self._last_page = self._native.last_page()
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
-        """See `ops.attention`."""
+        """See `PreparedAttention`."""
         self._check(q, k_pages, v_pages)
         scores.check(q)
         strides = page_strides(k_pages, v_pages)

@@ -55,7 +55,7 @@ class PreparedTriton:
         self._ready: dict[tuple[object, ...], Callable[..., None]] = {}
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
-        """See `ops.attention`."""
+        """See `PreparedAttention`."""
         page_strides(k_pages, v_pages)  # one of the two layouts
         scores.check(q)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
