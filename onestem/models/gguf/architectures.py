@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from onestem.errors import ConfigError, UnsupportedError
@@ -234,35 +233,29 @@ _OTHERS: dict[str, Callable[[GgufFile, Values], Values]] = {
 }
 
 _TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-NAMES = {Role[role]: name for role, name in _TOLD["names"]["common"].items()}
+_FIELDS = _TOLD["fields"]
+_NAMES = {
+    table: {Role[role]: name for role, name in names.items()}
+    for table, names in _TOLD["names"].items()
+}
+NAMES = _NAMES["common"]
 
 
-def _architecture(
-    name: str,
-    *,
-    fields: list[str],
-    more: Mapping[str, str] = MappingProxyType({}),
-    without: tuple[str, ...] = (),
-    names: tuple[str, ...] = (),
-    **told: Any,
-) -> Architecture:
-    """An architecture of the file.
-
-    Args:
-        fields, names: the tables that it has.
-        more, without: fields beside those of its tables, and fields of these that it has not.
-    """
-    read = {theirs: ours for one in fields for theirs, ours in _TOLD["fields"][one].items()}
-    kept = {theirs: ours for theirs, ours in read.items() if theirs not in without}
+def _architecture(name: str, told: Mapping[str, Any]) -> Architecture:
+    """An architecture of the file: `fields` and `names` are the tables that it has, `without`
+    fields of these that it has not."""
+    fields = {theirs: ours for one in told["fields"] for theirs, ours in _FIELDS[one].items()}
+    names = {role: its for one in told.get("names", ()) for role, its in _NAMES[one].items()}
     return Architecture(
-        fields=kept | dict(more),
-        names={Role[role]: its for one in names for role, its in _TOLD["names"][one].items()},
-        others=_OTHERS.get(name, lambda file, values: {}),
-        **told,
+        told["model"],
+        {one: fields[one] for one in fields if one not in told.get("without", ())},
+        _OTHERS.get(name, lambda file, values: {}),
+        names,
+        **{flag: True for flag in ("turned", "tiled", "partial") if flag in told},
     )
 
 
-ARCHITECTURES = {name: _architecture(name, **told) for name, told in _TOLD["architectures"].items()}
+ARCHITECTURES = {name: _architecture(name, told) for name, told in _TOLD["architectures"].items()}
 
 # Ids of tokens that end an answer or a turn.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
