@@ -288,11 +288,6 @@ class Team:
             raise self.failed(error) from error
         return reports
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Process ids of the other ranks, from rank 1 on."""
-        return [member.process.pid for member in self.members]
-
     def on_death(self, notify: Callable[[str], object]) -> None:
         """Call a function, from another thread, when a rank has ended; now if one has."""
         self._crew.on_death = notify

@@ -84,3 +84,8 @@ def lent_to_llms(team: Team) -> Iterator[None]:
         patched.setattr(build, "Team", lambda size, device: team)
         patched.setattr(team, "close", lambda: None)
         yield
+
+
+def pids_of(team: Team) -> list[int]:
+    """Process ids of the other ranks, from rank 1 on."""
+    return [member.process.pid for member in team.members]

@@ -28,7 +28,7 @@ from onestem.parallel import Team
 from onestem.parallel.messages import call
 from tests.batch.fakes import completion, write_lines
 from tests.engine.harness import answer, requests_for
-from tests.parallel.teams import CPU, engine_of
+from tests.parallel.teams import CPU, engine_of, pids_of
 from tests.server.test_process import is_gone, served
 from tests.soak import seeds
 
@@ -81,7 +81,7 @@ def test_at_a_random_step(seed, tmp_path):
     """Then the same object refuses calls with that line, and no process is left."""
     step = random.Random(seed).randrange(100)
     with LLM(**OPTIONS, host_kv="1MiB", disk_kv=tmp_path) as llm:
-        (pid,), engine = llm.team.process_ids, llm.engine
+        (pid,), engine = pids_of(llm.team), llm.engine
         at = kill_at_step(engine, step, pid)
         with pytest.raises(RankError, match=line_of(1, 2, pid)):
             llm.generate(["a", "b", "ab"], LONG)
@@ -102,7 +102,7 @@ def test_at_a_random_step(seed, tmp_path):
 
 def test_while_nobody_asks():
     with LLM(**OPTIONS) as llm:
-        (pid,) = llm.team.process_ids
+        (pid,) = pids_of(llm.team)
         told: list[str] = []
         llm.team.on_death(told.append)
         os.kill(pid, signal.SIGTERM)  # which they leave to rank 0
@@ -124,7 +124,7 @@ def test_a_rank_that_is_stopped(step, monkeypatch, caplog):
     """It is ended, whatever rank 0 waits for; before that a line says how it goes on."""
     monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
     with LLM(**OPTIONS) as llm:
-        (pid,) = llm.team.process_ids
+        (pid,) = pids_of(llm.team)
         kill_at_step(llm.engine, step, pid, signal.SIGSTOP)
         for _ in range(2):
             with pytest.raises(RankError, match=stopped_line(1, 2, pid)):
@@ -136,7 +136,7 @@ def test_a_rank_that_is_stopped(step, monkeypatch, caplog):
 def test_a_rank_that_is_stopped_while_nobody_asks(monkeypatch):
     monkeypatch.setattr(teams, "LOOK_SECONDS", 0.01)
     with LLM(**OPTIONS) as llm:
-        (pid,), told = llm.team.process_ids, []
+        (pid,), told = pids_of(llm.team), []
         llm.team.on_death(told.append)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: told)
@@ -179,7 +179,7 @@ def test_a_job_goes_on(tmp_path):
     write_lines(source, [completion(f"c{i}", max_tokens=20) for i in range(3)])
     options = {**OPTIONS, "max_model_len": 64}
     with LLM(**options) as llm:
-        (pid,) = llm.team.process_ids
+        (pid,) = pids_of(llm.team)
         kill_at_step(llm.engine, 5, pid)
         with pytest.raises(EngineDiedError, match=f"{line_of(1, 2, pid)[:-1]}: the same command"):
             run_file(llm, source, out)
@@ -192,7 +192,7 @@ def killed_while(team: Team, rank: int, patched: str, monkeypatch) -> None:
     done = getattr(teams, patched)
 
     def dying(*arguments, **options):
-        os.kill(team.process_ids[rank - 1], signal.SIGKILL)
+        os.kill(pids_of(team)[rank - 1], signal.SIGKILL)
         time.sleep(60)
         return done(*arguments, **options)
 
@@ -202,7 +202,7 @@ def killed_while(team: Team, rank: int, patched: str, monkeypatch) -> None:
 def test_while_they_load(tiny, monkeypatch):
     path = tiny("llama")
     team = Team(2, CPU)
-    (pid,) = team.process_ids
+    (pid,) = pids_of(team)
     killed_while(team, 1, "load_decoder", monkeypatch)
     began = time.monotonic()
     with pytest.raises(RankError, match=line_of(1, 2, pid)):
@@ -235,7 +235,7 @@ def test_who_of_four_is_named(tiny, seed):
     rng = random.Random(seed)
     rank, step = rng.randrange(1, 4), rng.randrange(12)
     team = Team(4, CPU)
-    pids = team.process_ids
+    pids = pids_of(team)
     engine = engine_of(team, tiny("llama"))
     at = kill_at_step(engine, step, pids[rank - 1])
     with pytest.raises(RankError, match=line_of(rank, 4, pids[rank - 1])):
@@ -248,7 +248,7 @@ def test_who_of_four_is_named(tiny, seed):
 def test_an_error_of_another_rank():
     """It says so itself, and rank 0 waits for it no longer."""
     with LLM(**OPTIONS) as llm:
-        (pid,) = llm.team.process_ids
+        (pid,) = pids_of(llm.team)
         llm.team.send(call("nothing"))
         line = rf"rank 1 of 2 \(process {pid}\) failed: AttributeError: .* 'nothing': start the"
         with pytest.raises(RankError, match=line):
@@ -286,7 +286,7 @@ def interrupted_by(number: int) -> Iterator[None]:
 def test_an_error_of_rank_0_inside_a_step(monkeypatch):
     """Other ranks wait in the same step: it cannot be computed again."""
     with LLM(**OPTIONS) as llm:
-        pids = llm.team.process_ids
+        pids = pids_of(llm.team)
 
         def failing(*arguments):
             raise MemoryError("no more")
@@ -303,7 +303,7 @@ SCRIPT = """
 import os, sys
 from onestem import LLM, SamplingParams
 llm = LLM(device="cpu", dtype="float32", kv_memory="2MiB", tensor_parallel_size=2)
-print(llm.team.process_ids[0], flush=True)
+print(pids_of(llm.team)[0], flush=True)
 (answer,) = llm.generate("a", SamplingParams(max_tokens=4, temperature=0))
 print(answer.outputs[0].token_ids, flush=True)
 fork = os.fork()
@@ -369,7 +369,7 @@ def test_a_fork_that_lives_on_holds_up_no_end():
 
 def test_an_llm_that_is_forgotten():
     llm = LLM(**OPTIONS)
-    (pid,), threads = llm.team.process_ids, threading.active_count()
+    (pid,), threads = pids_of(llm.team), threading.active_count()
     del llm
     gc.collect()
     assert not is_running(pid)

@@ -11,6 +11,7 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.errors import RankError
+from tests.parallel.teams import pids_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are not there")
 
@@ -65,7 +66,7 @@ def test_a_killed_rank_is_named(step):
     """And copies to host memory that wait for its steps are not waited for."""
     with LLM(**OPTIONS, host_kv="64MiB", tensor_parallel_size=2) as llm:
         assert has_peers(llm)  # of each team that a process makes
-        (pid,), engine, at = llm.team.process_ids, llm.engine, []
+        (pid,), engine, at = pids_of(llm.team), llm.engine, []
         run = engine.launcher.runner.run
 
         def counted(inputs, prepared, ids):

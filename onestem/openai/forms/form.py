@@ -112,7 +112,6 @@ class Form:
         begin: what a call, or a list of calls, begins with.
         head: from there to the arguments; its group `name` is the tool's, its group `id` the
             call's, if the model writes one.
-        tail: what follows the arguments, blanks aside.
         opening, middle, closing, separator, section: see above.
         id_before, id_pattern: text before an id that the model writes, and a pattern of it.
         again: what precedes a further call of a list; "": it begins as the first one.
@@ -130,11 +129,10 @@ class Form:
     name: str
     begin: str
     head: re.Pattern[str]
-    tail: str
     opening: str
-    middle: str
+    middle: str = ""
     closing: str
-    separator: str
+    separator: str = ""
     section: tuple[str, str] = ("", "")
     id_before: str = ""
     id_pattern: str = ""
@@ -148,6 +146,11 @@ class Form:
     id_length: int = 0
     reasoning: Reasoning | None = None
     channels: Channels | None = None
+
+    @property
+    def tail(self) -> str:
+        """What follows the arguments, blanks aside."""
+        return "" if self.channels is not None else "".join(self.closing.split())
 
     @property
     def has_reasoning(self) -> bool:
