@@ -32,7 +32,7 @@ class Name(NamedTuple):
 
 
 def _names(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Name]]:
-    """One table of the file; an entry is told of at the file's head."""
+    """One table of the file; the head of the file says what an entry is."""
     for entry in entries:
         note = entry.get("note", "")
         if "name" in entry:

@@ -1,4 +1,4 @@
-"""Attention over plans, and the choice of who computes it and other operations."""
+"""Attention over plans, and the choice of what computes it and other operations."""
 
 from __future__ import annotations
 
