@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,19 +194,11 @@ class _FirstPass:
         """The request with tools in the model's form, and its ids where it had to be tokenised for
         that."""
         tokenizer = self._tokenizer
-        chat: ChatIds | None = None
         if not request.asked.has_messages or tokenizer is None:
-            return request, chat
-
-        def opened() -> bool:
-            nonlocal chat
-            chat = _chat(tokenizer, request.prompt)
-            return tokenizer.is_reasoning(chat.ids)
-
+            return request, None
         try:
-            held = guarded(request.asked.held)
-            form, token_of = tokenizer.tool_form, tokenizer.control_token
-            asked = held(form, token_of, held_schema, opened=opened)
+            ids = partial(_chat, tokenizer, request.prompt)
+            asked, chat = guarded(tokenizer.held)(request.asked, held_schema, ids)
         except RequestError as error:
             raise LineError("invalid_request", str(error), request.custom_id) from error
         return dataclasses.replace(request, asked=asked), chat

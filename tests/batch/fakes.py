@@ -15,6 +15,7 @@ import numpy as np
 from onestem.batch import JobSummary, Rules, run_job
 from onestem.engine.text.tokenizer import ChatIds
 from onestem.errors import RequestError
+from onestem.openai.read import Asked
 from onestem.planner import plan_job
 from onestem.rawtext import RawText
 from onestem.request import CompletionOutput, Request, RequestOutput
@@ -51,9 +52,6 @@ class FakeTokenizer:
                 start = found.end()
         return ids
 
-    def apply_chat_template(self, *arguments: Any, **how: Any) -> list[int]:
-        return self.chat(*arguments, **how).ids
-
     def chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> ChatIds:
@@ -62,13 +60,9 @@ class FakeTokenizer:
         return ChatIds(ids, None)
 
     special_ids = frozenset({BOS})
-    tool_form = None
 
-    def control_token(self, name: str) -> None:
-        return None
-
-    def is_reasoning(self, prompt: Sequence[int]) -> bool:
-        return False
+    def held(self, asked: Asked, hold_schema: Any, chat: Any) -> tuple[Asked, None]:
+        return asked.held(None, lambda name: None, hold_schema), None
 
     def reading(self, prompt: Sequence[int], texts: Any, *, is_free: bool) -> None:
         return None

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onestem.engine.text.tokenizer import ChatIds, Tokenizer
 from onestem.errors import RequestError
-from onestem.openai.forms import Form, Reading
+from onestem.openai.forms import HoldSchema, Reading
 from onestem.rawtext import RawText
 
 if TYPE_CHECKING:
-    from onestem.openai.read import Prompt
+    from onestem.openai.read import Asked, Prompt
 
 TAG = re.compile(r"<[^>]*>")
 MOST_ELEMENTS = 4096  # of a PML text: each costs about 0.1 ms to read, to lay out and to compile
@@ -57,12 +57,6 @@ class BoundedTokenizer:
             self._tokenizer.check_raw(raw, self._max_model_len)
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
-    ) -> list[int]:
-        """The ids alone of `chat`, whose other arguments it takes."""
-        return self.chat(messages, add_generation_prompt, **how).ids
-
     def chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **how: Any
     ) -> ChatIds:
@@ -96,14 +90,20 @@ class BoundedTokenizer:
         """Ids of control tokens."""
         return self._tokenizer.special_ids
 
-    @property
-    def tool_form(self) -> Form | None:
-        """See `Tokenizer.tool_form`."""
-        return self._tokenizer.tool_form
+    def held(
+        self, asked: Asked, hold_schema: HoldSchema, chat: Callable[[], ChatIds]
+    ) -> tuple[Asked, ChatIds | None]:
+        """A chat with tools in the model's form, as of `Asked.held`; and its ids, where `chat` had
+        to make them for that."""
+        made: ChatIds | None = None
 
-    def is_reasoning(self, prompt: Sequence[int]) -> bool:
-        """See `Tokenizer.is_reasoning`."""
-        return self._tokenizer.is_reasoning(prompt)
+        def opened() -> bool:
+            nonlocal made
+            made = chat()
+            return self._tokenizer.is_reasoning(made.ids)
+
+        form, token_of = self._tokenizer.tool_form, self._tokenizer.control_token
+        return asked.held(form, token_of, hold_schema, opened=opened), made
 
     def reading(
         self,
@@ -114,10 +114,6 @@ class BoundedTokenizer:
     ) -> Reading | None:
         """See `Tokenizer.reading`."""
         return self._tokenizer.reading(prompt, texts, is_free=is_free)
-
-    def control_token(self, name: str) -> int | None:
-        """The id of a control token; None where `name` is not one."""
-        return self._tokenizer.control_token(name)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token that does not come first."""

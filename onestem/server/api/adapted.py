@@ -43,7 +43,7 @@ def _counted(model: ServedModel, body: Json) -> Json:
     prompt, name = read_count(body)
     model.check_name(name)
     assert prompt.messages is not None
-    ids = counting(model).apply_chat_template(prompt.messages, **asdict(prompt.template))
+    ids = counting(model).chat(prompt.messages, **asdict(prompt.template)).ids
     return {"input_tokens": len(ids)}
 
 

@@ -99,16 +99,9 @@ async def _held(
 ) -> tuple[Asked, ChatIds | None]:
     """A chat in the model's form, in a thread where it has tools; and its ids, where it had to be
     tokenised for that."""
-    form, token_of = tokenizer.tool_form, tokenizer.control_token
-    ids: ChatIds | None = None
-
-    def opened() -> bool:
-        nonlocal ids
-        ids = _chat_ids(tokenizer, asked.prompts[0], prefix)
-        return tokenizer.is_reasoning(ids.ids)
-
-    held = partial(asked.held, form, token_of, held_schema, opened=opened)
-    return (held() if asked.tools is None else await model.in_thread(held)), ids
+    ids = partial(_chat_ids, tokenizer, asked.prompts[0], prefix)
+    held = partial(tokenizer.held, asked, held_schema, ids)
+    return held() if asked.tools is None else await model.in_thread(held)
 
 
 async def _call(

@@ -41,7 +41,7 @@ def tokenize(model: ServedModel, body: Mapping[str, Any]) -> dict[str, Any]:
     else:
         prompt = read_conversation(asked)
         assert prompt.messages is not None
-        ids = tokenizer.apply_chat_template(prompt.messages, **asdict(prompt.template))
+        ids = tokenizer.chat(prompt.messages, **asdict(prompt.template)).ids
     made = {"count": len(ids), "max_model_len": model.facts.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         made["token_strs"] = [
