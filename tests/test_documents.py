@@ -82,6 +82,19 @@ def test_repaired_documents_are_found_in_another_order(llm):
     )
 
 
+def test_choices(llm):
+    """Where all is repaired that can be, those of whole prompts."""
+    params = SamplingParams(choices=["Ostby", "Westby", "West", "a tent"], logprobs=0)
+    (whole,), (found,) = (
+        llm.chat(ASK, params, documents=[BEN, ANNA], repair=share) for share in (1, 0.999)
+    )
+    mine, its = found.outputs[0], whole.outputs[0]
+    assert found.metrics.num_computed_tokens > 0
+    assert (mine.text, mine.choice, mine.token_ids) == (its.text, its.choice, its.token_ids)
+    assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=0.05)
+    assert len(mine.logprobs) == len(mine.token_ids)
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

@@ -160,7 +160,8 @@ def _path_scores(state: RequestState) -> list[PathScores] | None:
     if not state.request.paths:
         return None
     scorings = [s.scoring for s in state.sequences if s.scoring is not None]
-    return [s.known for s in scorings] if all(s.is_complete for s in scorings) else None
+    complete = scorings and all(s.is_complete for s in scorings)
+    return [s.known for s in scorings] if complete else None
 
 
 @dataclass

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from onestem.answers import path_scores
 from onestem.engine.modules.prompt import ImportedRun, SequenceModules
 from onestem.errors import RequestError
 from onestem.models.weights import load_decoder
 from onestem.pml import Documents, DocumentsPrompt, Segment, with_documents
 from onestem.request import Request, SamplingParams
-from tests.engine.harness import answer, assert_idle, make_engine
+from onestem.scores import completion_tree
+from tests.engine.harness import TOLERANCE, answer, assert_idle, make_engine
 from tests.engine.pml_harness import (
     assert_seen,
     dense_logprobs,
@@ -154,14 +156,43 @@ def test_several_answers_that_lose_their_memory(tiny):
             assert mine.token_ids == its.token_ids
 
 
+@pytest.mark.parametrize("share", ["full", "off"])
+def test_given_tokens_are_scored(tiny, share):
+    """After what is repaired, beside others, and with the memory lost."""
+    given = ([5, 6, 7, 8], [5, 9], [11])
+    tree, paths = completion_tree(given)
+    prompts = [prompt_of(*one) for one in (((0, 1, 2, 3), 0.5), ((3, 1), 0.2), ((2, 0), 0.0))]
+    engine, outputs = make_engine(tiny("llama"), max_step_tokens=40, share=share), {}
+    for i, prompt in enumerate(prompts):
+        request = request_of(str(i), prompt, max_tokens=1)
+        engine.add_request(replace(request, paths=tuple(paths)))
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check()
+        if share == "full" and engine.stats.steps % 7 == 3:
+            engine.scheduler.room.preempt_all()
+    assert_idle(engine)
+    layers = sorted(engine.launcher.runner.choosing_layers)
+    decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu")
+    for i, prompt in enumerate(prompts):
+        prompt = repaired(tiny("llama"), prompt, layers) if prompt.num_repaired else prompt
+        for ids, score in zip(given, tree.scores(path_scores(outputs[str(i)])), strict=True):
+            want = dense_logprobs(decoder, prompt, ids)[prompt.num_tokens - 1 : -1]
+            want = want.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            assert (torch.tensor(score.token_logprobs) - want).abs().max() < TOLERANCE
+
+
 def test_ends_while_it_chooses(tiny):
     engine = make_engine(tiny("llama"), max_step_tokens=16)
     for name in ("0", "1"):
         engine.add_request(request_of(name, prompt_of((0, 1, 2, 3), 0.4), n=2))
+    request = request_of("2", prompt_of((0, 1, 2, 3), 0.4), max_tokens=1)
+    engine.add_request(replace(request, paths=tuple(completion_tree([[5], [6]])[1])))
     while not any(s.choosing for s in engine.scheduler.running):
         engine.step()
     output = engine.abort("0")
     assert [one.finish_reason for one in output.outputs] == ["abort", "abort"]
+    assert engine.abort("2").scores is None
     ended = []
     while engine.has_unfinished():
         ended += engine.step()
@@ -228,8 +259,3 @@ def test_refuses_what_it_cannot(tiny):
         make_engine(tiny("llama"), deterministic=True).add_request(
             request_of("3", prompt_of((0, 1), 0.5))
         )
-
-    choices = SamplingParams(choices=["yes", "no"])
-    request = replace(request_of("1", prompt_of((0, 1), 0.5)), params=choices)
-    with pytest.raises(RequestError, match="leave repair out, or choices"):
-        engine.add_request(request)

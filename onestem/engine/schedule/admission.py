@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -91,11 +91,6 @@ def check_request(
         raise RequestError(
             "prompt_logprobs and score_from are not available for prompts in PML or with repair, "
             "whose modules are computed apart: leave them, or repair, out"
-        )
-    if request.documents is not None and (request.paths or request.params.choices):
-        raise RequestError(
-            f"repair is {request.documents.repair:g}, and given tokens are scored after documents "
-            "that are computed whole: leave repair out, or choices"
         )
     if request.score_from is not None and not isinstance(request.score_from, int):
         raise RequestError(f"score_from is {request.score_from!r}, expected a token's index")
@@ -366,19 +361,9 @@ class SequenceFactory:
             ),
         )
         self.set_pml(state, request.pml)
-        if request.params.choices:
-            assert self.tokenizer is not None  # `Requests.validate` saw to it
-            state.choices, paths = completion_tree(choice_ids(request, self.tokenizer))
-            alternatives = request.params.logprobs
-            state.sequences = [
-                self._scoring(state, i, path, alternatives) for i, path in enumerate(paths)
-            ]
-        elif request.paths:
-            for index, path in enumerate(request.paths):
-                sequence = self._scoring(state, index, path)
-                sequence.num_prompt = len(sequence.tokens)
-                state.sequences.append(sequence)
-        else:
+        if not _chooses(request.pml):
+            state.sequences = self.scoring_given(state)
+        if not state.sequences:
             count = 1 if self.together else request.params.n
             state.sequences = [self.sequence(state, i) for i in range(count)]
             state.forked = count == request.params.n
@@ -390,6 +375,19 @@ class SequenceFactory:
             len(state.sequences), request.params.n
         ) + sum(len(path.tokens) for path in request.paths)
         return state
+
+    def scoring_given(self, state: RequestState) -> list[Sequence]:
+        """Sequences that score a request's paths, or those of its choices; there may be none."""
+        request = state.request
+        if request.params.choices:
+            assert self.tokenizer is not None  # `Requests.validate` saw to it
+            state.choices, paths = completion_tree(choice_ids(request, self.tokenizer))
+            alternatives = request.params.logprobs
+            return [self._scoring(state, i, path, alternatives) for i, path in enumerate(paths)]
+        sequences = [self._scoring(state, i, path) for i, path in enumerate(request.paths)]
+        for sequence in sequences:
+            sequence.num_prompt = len(sequence.tokens)
+        return sequences
 
     def set_pml(self, state: RequestState, compiled: CompiledPrompt | None) -> None:
         """Set what a request's sequences compute and import; None: the prompt as it is."""
@@ -426,10 +424,9 @@ class SequenceFactory:
         sequence = Sequence(state, index, array("i", ids), self.weights_version)
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
-        documents = request.pml
-        if isinstance(documents, DocumentsPrompt) and documents.num_repaired and not state.forked:
-            question = len(documents.ids) - documents.question
-            sequence.choosing = Choosing(documents, len(sequence.tokens) - question)
+        if _chooses(request.pml) and not state.forked:
+            question = len(request.pml.ids) - request.pml.question
+            sequence.choosing = Choosing(request.pml, len(sequence.tokens) - question)
         if params.stop or request.stream:
             sequence.answer.detokenizer = self.detokenizer(request)
         sequence.answer.grammar = self._grammar_of(state)
@@ -493,6 +490,11 @@ class SequenceFactory:
         rows = path.rows + (len(prompt) - 1)
         sequence.scoring = Scoring(rows, path.targets, alternatives, is_all=True)
         return sequence
+
+
+def _chooses(pml: CompiledPrompt | None) -> TypeGuard[DocumentsPrompt]:
+    """Whether a prompt is computed first to see what is to be repaired."""
+    return isinstance(pml, DocumentsPrompt) and pml.num_repaired > 0
 
 
 def _prompt_scoring(request: Request) -> Scoring | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from onestem.cache import PrefixCache, Run
@@ -233,15 +234,19 @@ class Room:
         self._answers.keep(sequence.state)
         self._waiting.put(sequence)
 
-    def begin_again(self, sequence: Sequence, prompt: PmlPrompt) -> None:
-        """Let a sequence compute another prompt; it keeps its turn."""
+    def begin_again(
+        self, sequence: Sequence, prompt: PmlPrompt, instead: Seq[Sequence] = ()
+    ) -> None:
+        """Let a sequence compute another prompt, or others of its request instead of it; it keeps
+        its turn."""
         if sequence.run is not None:
             self._release(sequence)
             self._waiting.forget_short()
         else:
             self._waiting.remove(sequence)
         sequence.begin_again(prompt)
-        self._waiting.put(sequence)
+        for one in instead or (sequence,):
+            self._waiting.put(one)
 
     def preempt_all(self) -> None:
         """Take the memory of all running sequences, and of planned groups. Nothing may be in

@@ -81,9 +81,11 @@ class Results:
             return
         factory.set_pml(state, choosing.prompt.repaired(choosing.attended))
         assert state.pml is not None
+        scoring = factory.scoring_given(state)
         for sequence in state.sequences:
             if sequence.choosing is not None and sequence.finish_reason is None:
-                room.begin_again(sequence, state.pml)
+                room.begin_again(sequence, state.pml, scoring)
+        state.sequences = scoring or state.sequences
 
     def _take_samples(self, step: InFlightStep, sampled: Sampled) -> None:
         """Take samples; those that are not looked at as they come, all at once."""
