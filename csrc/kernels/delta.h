@@ -1,19 +1,18 @@
-// The gated delta rule over parts of a step, its convolution and its norm. A head's state S [dk][dv]
-// is read once for a block of rows i = 0..n-1. With c_i the sum of their decays so far:
+// The gated delta rule over parts of a step, its convolution and its norm. A row's bits depend on its
+// inputs and the state before it alone, wherever parts begin and end: rows are taken one by one,
 //
-//   d_i = beta_i (v_i - e^c_i S^T k_i - sum over j < i of e^(c_i - c_j) (k_i k_j) d_j)
-//   out_i = e^c_i S^T q_i + sum over j <= i of e^(c_i - c_j) (q_i k_j) d_j
-//   S <- e^c_last S + sum of e^(c_last - c_i) k_i d_i^T
+//   change = beta (v - e^g S^T k);  out = e^g S^T q + (k q) change;  S <- e^g S + k change^T
 //
-// What a block adds to the three products with S grows with its rows, so it has few.
+// and a column of S does not wait for others. So some columns take many rows while they stay in the
+// nearest cache. What is written for one row is summed for the next at once.
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
 
-constexpr int32_t kBlockRows = 16;  // divides the chunks of onestem/ops/state_rows.py
-constexpr int32_t kBlockVecs = kBlockRows / kLanes;
-// Vectors of a state's row whose products with one k and one q are summed in registers.
-constexpr int32_t kRowVecs = kThinSums / 2;
+constexpr int32_t kBlockRows = 16;  // whose q and k are ready at once
+// Vectors of a state's row whose products with one k and one q are summed in registers, and those of
+// them that stay in a cache for many rows.
+constexpr int32_t kRowVecs = kThinSums / 2, kCachedVecs = kRowVecs / 2;
 constexpr int32_t kLine = 64 / sizeof(float);
 constexpr float kUnitEps = 1e-6f;  // NORM_EPS of delta.py
 
@@ -42,21 +41,13 @@ inline void unit_row(const T* x, int32_t size, float factor, float* out) {
   for_vectors(size, [&](int64_t d, int32_t n) { put(out + d, get(x + d, n) * scale, n); });
 }
 
-// out[i] = e^x[i] for x <= 0, of whole vectors.
-inline void powers(const float* x, int32_t count, float* out) {
-  for (int32_t i = 0; i < count; i += kLanes) {
-    store(out + i, exp2(min(load(x + i), zeros()) * all(kLog2e)));
-  }
-}
-
 // One part and one head of values.
 template <class T>
 class DeltaRows {
  public:
   static size_t scratch_bytes(const DeltaCall& call) {
-    const int32_t rows = 3 * kBlockRows + (is_padded(call.dv) ? call.dk : 0);
-    return sizeof(float) * (2 * kBlockRows * depth_of(call.dk) + kBlockRows * call.dk +
-                            rows * width_of(call.dv) + 3 * kBlockRows * kBlockRows);
+    const int32_t state = is_padded(call.dv) ? call.dk * width_of(call.dv) : 0;
+    return sizeof(float) * (2 * kBlockRows * call.dk + state);
   }
 
   static void run(const DeltaCall& call, int64_t item, int64_t next, char* scratch) {
@@ -67,7 +58,6 @@ class DeltaRows {
   }
 
  private:
-  static constexpr int32_t depth_of(int32_t dk) { return round_up(dk, kTileRows); }
   static constexpr int32_t width_of(int32_t dv) { return round_up(dv, kLanes); }
   static constexpr bool is_padded(int32_t dv) { return dv % kLanes != 0; }
 
@@ -76,16 +66,10 @@ class DeltaRows {
         part_(call.parts[item / call.heads]),
         head_(static_cast<int32_t>(item % call.heads)),
         key_head_(head_ / (call.heads / call.key_heads)),
-        depth_(depth_of(call.dk)),
-        width_(width_of(call.dv)) {
-    left_ = reinterpret_cast<float*>(scratch);
-    keys_ = left_ + 2 * kBlockRows * depth_;
-    seen_ = keys_ + kBlockRows * call.dk;
-    change_ = seen_ + 2 * kBlockRows * width_;
-    grams_ = change_ + kBlockRows * width_;
-    fades_ = grams_ + 2 * kBlockRows * kBlockRows;
-    padded_ = fades_ + kBlockRows * kBlockRows;
-  }
+        width_(width_of(call.dv)),
+        k_(reinterpret_cast<float*>(scratch)),
+        q_(k_ + kBlockRows * call.dk),
+        padded_(q_ + kBlockRows * call.dk) {}
 
   float* state_of(int32_t slot, int64_t head) const {
     return call_.states + (int64_t{slot} * call_.heads + head) * call_.dk * call_.dv;
@@ -102,10 +86,9 @@ class DeltaRows {
       from = to = padded_;
     }
     for (int32_t done = 0; done < part_.count;) {
-      const int32_t room = kBlockRows - (part_.position + done) % kBlockRows;
-      const int32_t n = smaller(room, part_.count - done);
-      const int64_t row = int64_t{part_.first} + done;
-      n == 1 ? take_row(row, from, to) : take_block(row, n, from, to);
+      const int32_t n = smaller(kBlockRows, part_.count - done);
+      load_rows(int64_t{part_.first} + done, n);
+      part_.count == 1 ? take_rows<kRowVecs>(n, from, to) : take_rows<kCachedVecs>(n, from, to);
       from = to;
       done += n;
     }
@@ -120,11 +103,24 @@ class DeltaRows {
     }
   }
 
-  void load_row(int64_t row, float* k, float* q) const {
-    const int64_t at = int64_t{key_head_} * call_.dk;
-    unit_row(static_cast<const T*>(call_.k) + row * call_.k_stride + at, call_.dk, 1.0f, k);
-    unit_row(static_cast<const T*>(call_.q) + row * call_.q_stride + at, call_.dk,
-             1.0f / __builtin_sqrtf(static_cast<float>(call_.dk)), q);
+  // n rows of k and q, what they are multiplied with, and their decays.
+  void load_rows(int64_t row, int32_t n) {
+    row_ = row;
+    const int64_t head = int64_t{key_head_} * call_.dk;
+    const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(call_.dk));
+    for (int32_t r = 0; r < n; ++r) {
+      float *k = k_ + r * call_.dk, *q = q_ + r * call_.dk;
+      unit_row(static_cast<const T*>(call_.k) + (row + r) * call_.k_stride + head, call_.dk, 1.0f, k);
+      unit_row(static_cast<const T*>(call_.q) + (row + r) * call_.q_stride + head, call_.dk, factor, q);
+      vf products = zeros();
+      for_vectors(call_.dk, [&](int64_t d, int32_t some) {
+        products = fma(get(k + d, some), get(q + d, some), products);
+      });
+      scores_[r] = sum(products);
+      const int64_t at = (row + r) * call_.heads + head_;
+      strengths_[r] = call_.beta[at];
+      logs_[r] = call_.decay[at] < 0.0f ? call_.decay[at] * kLog2e : 0.0f;
+    }
   }
   const T* values(int64_t row) const {
     return static_cast<const T*>(call_.v) + row * call_.v_stride + int64_t{head_} * call_.dv;
@@ -148,175 +144,67 @@ class DeltaRows {
     }
   }
 
-  // A single row. The state is read twice, the second time from a cache.
-  void take_row(int64_t row, const float* from, float* to) {
-    float *k = left_, *q = left_ + depth_;
-    load_row(row, k, q);
-    vf products = zeros();
-    for_vectors(call_.dk, [&](int64_t d, int32_t n) {
-      products = fma(get(k + d, n), get(q + d, n), products);
-    });
-    const int64_t at = row * call_.heads + head_;
-    const vf score = all(sum(products)), beta = all(call_.beta[at]);
-    const vf fade = exp2(all(smaller_of(call_.decay[at], 0.0f) * kLog2e));
-    for_panels<kRowVecs>(width_ / kLanes, [&](int32_t v, auto vecs) {
-      constexpr int32_t kVecs = decltype(vecs)::value;
-      vf by_k[kVecs] = {}, by_q[kVecs] = {};
-      const float* line = from + v * kLanes;
-      for (int32_t s = 0; s < call_.dk; ++s, line += width_) {
-        fetch_some();
-        const vf some_k = all(k[s]), some_q = all(q[s]);
-#pragma GCC unroll 8
-        for (int32_t i = 0; i < kVecs; ++i) {
-          const vf x = load(line + i * kLanes);
-          by_k[i] = fma(some_k, x, by_k[i]);
-          by_q[i] = fma(some_q, x, by_q[i]);
-        }
-      }
-      vf change[kVecs];
-#pragma GCC unroll 8
-      for (int32_t i = 0; i < kVecs; ++i) {
-        const int32_t d = (v + i) * kLanes, n = left(v + i);
-        change[i] = beta * (get(values(row) + d, n) - fade * by_k[i]);
-        put(out(row) + d, fma(score, change[i], fade * by_q[i]), n);
-      }
-      line = from + v * kLanes;
-      float* after = to + v * kLanes;
-      for (int32_t s = 0; s < call_.dk; ++s, line += width_, after += width_) {
-        fetch_some();
-        const vf some = all(k[s]);
-#pragma GCC unroll 8
-        for (int32_t i = 0; i < kVecs; ++i) {
-          store(after + i * kLanes, fma(some, change[i], fade * load(line + i * kLanes)));
-        }
-      }
+  template <int VECS>
+  void take_rows(int32_t n, const float* from, float* to) {
+    for_panels<VECS>(width_ / kLanes, [&](int32_t v, auto vecs) {
+      take_panel<decltype(vecs)::value>(v, n, from + v * kLanes, to + v * kLanes);
     });
   }
 
-  static float smaller_of(float a, float b) { return a < b ? a : b; }
-
-  void take_block(int64_t row, int32_t n, const float* from, float* to) {
-    float sums[kBlockRows] = {}, fades[kBlockRows], rest[kBlockRows];
-    load_block(row, n, sums);
-    powers(sums, kBlockRows, fades);
-    multiply_state(from, n);
-    multiply_keys(n);
-    for (int32_t i = 0; i < n; ++i) find_change(row, i, fades[i]);
-    for (int32_t i = 0; i < kBlockRows; ++i) rest[i] = sums[n - 1] - sums[i];
-    powers(rest, kBlockRows, rest);
-    for (int32_t i = 0; i < n; ++i) {
-      float* key = left_ + i * depth_;
-      for (int32_t s = 0; s < call_.dk; ++s) key[s] *= rest[i];
-    }
-    add_changes(n, fades[n - 1], from, to);
-  }
-
-  // Rows of k, then of q, zeros for those that lack; k once more, a row for each of its elements; sums
-  // of decays; and what is left of row j at row i.
-  void load_block(int64_t row, int32_t n, float* sums) {
-    for (int32_t half = 0; half < 2; ++half) {
-      float* rest = left_ + (half * kBlockRows + n) * depth_;
-      __builtin_memset(rest, 0, sizeof(float) * (kBlockRows - n) * depth_);
-    }
-    float total = 0.0f;
-    for (int32_t i = 0; i < n; ++i) {
-      load_row(row + i, left_ + i * depth_, left_ + (kBlockRows + i) * depth_);
-      total += call_.decay[(row + i) * call_.heads + head_];
-      sums[i] = total;
-    }
-    for (int32_t s = 0; s < call_.dk; ++s) {
-      for (int32_t i = 0; i < kBlockRows; ++i) keys_[s * kBlockRows + i] = left_[i * depth_ + s];
-    }
-    for (int32_t i = 0; i < n; ++i) {
-      float* line = fades_ + i * kBlockRows;
-      for (int32_t j = 0; j < kBlockRows; ++j) line[j] = sums[i] - sums[j];
-      powers(line, kBlockRows, line);
-    }
-  }
-
-  // Calls visit(r) for the tiles' first rows that hold rows of k or of q.
-  template <class Visit>
-  __attribute__((always_inline)) inline void for_tiles(int32_t n, Visit visit) {
-    for (int32_t half = 0; half < 2; ++half) {
-      for (int32_t i = 0; i < n; i += kTileRows) visit(half * kBlockRows + i);
-    }
-  }
-
-  // seen [k and q][dv] = rows times the state.
-  void multiply_state(const float* state, int32_t n) {
-    for_panels<kTileVecs>(width_ / kLanes, [&](int32_t v, auto vecs) {
-      for_tiles(n, [&](int32_t r) {
-        vf sums[kTileRows][decltype(vecs)::value] = {};
-        product<MultiplyFloat>(left_ + r * depth_, depth_, 1, state + v * kLanes, call_.dk, sums,
-                               width_);
-        put_tile(sums, seen_ + r * width_ + v * kLanes, width_);
-      });
-    });
-  }
-
-  // grams [k and q][keys] = rows times keys.
-  void multiply_keys(int32_t n) {
-    for_tiles(n, [&](int32_t r) {
-      vf sums[kTileRows][kBlockVecs] = {};
-      product<MultiplyFloat>(left_ + r * depth_, depth_, 1, keys_, call_.dk, sums);
-      put_tile(sums, grams_ + r * kBlockRows, kBlockRows);
-    });
-  }
-
-  template <int ROWS, int VECS>
-  static void put_tile(const vf (&sums)[ROWS][VECS], float* to, int32_t step) {
-    for (int r = 0; r < ROWS; ++r) {
-      for (int v = 0; v < VECS; ++v) store(to + r * step + v * kLanes, sums[r][v]);
-    }
-  }
-
-  // Row i's change, after those before it, and its result.
-  void find_change(int64_t row, int32_t i, float fade) {
-    float by_k[kBlockRows], by_q[kBlockRows];
-    for (int32_t j = 0; j <= i; ++j) {
-      const float left = fades_[i * kBlockRows + j];
-      by_k[j] = left * grams_[i * kBlockRows + j];
-      by_q[j] = left * grams_[(kBlockRows + i) * kBlockRows + j];
-    }
-    const vf beta = all(call_.beta[(row + i) * call_.heads + head_]);
-    for (int32_t v = 0; v * kLanes < width_; ++v) {
-      const int32_t d = v * kLanes, n = left(v);
-      vf change = zeros(), sums = all(fade) * load(seen_ + (kBlockRows + i) * width_ + d);
-      for (int32_t j = 0; j < i; ++j) {
-        const vf other = load(change_ + j * width_ + d);
-        change = fma(all(by_k[j]), other, change);
-        sums = fma(all(by_q[j]), other, sums);
-      }
-      const vf value = get(values(row + i) + d, n);
-      change = beta * (value - all(fade) * load(seen_ + i * width_ + d) - change);
-      store(change_ + i * width_ + d, change);
-      put(out(row + i) + d, fma(all(by_q[i]), change, sums), n);
-    }
-  }
-
-  void add_changes(int32_t n, float fade, const float* from, float* to) {
-    for_panels<kTileVecs>(width_ / kLanes, [&](int32_t v, auto vecs) {
-      constexpr int32_t kVecs = decltype(vecs)::value;
-      for (int32_t s = 0; s < call_.dk; s += kTileRows) {
-        vf sums[kTileRows][kVecs] = {};
-        product<MultiplyFloat>(left_ + s, 1, depth_, change_ + v * kLanes, n, sums, width_);
-        const int32_t rows = smaller(kTileRows, call_.dk - s);
-        for (int32_t r = 0; r < rows; ++r) {
-          const int64_t at = int64_t{s + r} * width_ + v * kLanes;
+  // n rows of columns v * kLanes.. of the state: n + 1 times through it, all but the first from a cache.
+  template <int VECS>
+  void take_panel(int32_t v, int32_t n, const float* from, float* to) {
+    vf by_k[VECS] = {}, by_q[VECS] = {};
+    const auto add = [&](const float* k, const float* q, int32_t s, int32_t i, vf x) {
+      by_k[i] = fma(all(k[s]), x, by_k[i]);
+      by_q[i] = fma(all(q[s]), x, by_q[i]);
+    };
+    const float* line = from;
+    for (int32_t s = 0; s < call_.dk; ++s, line += width_) {
+      fetch_some();
 #pragma GCC unroll 8
-          for (int32_t i = 0; i < kVecs; ++i) {
-            store(to + at + i * kLanes, fma(all(fade), load(from + at + i * kLanes), sums[r][i]));
+      for (int32_t i = 0; i < VECS; ++i) add(k_, q_, s, i, load(line + i * kLanes));
+    }
+    for (int32_t r = 0; r < n; ++r, from = to) {
+      const float *k = k_ + r * call_.dk, *next_k = k + call_.dk, *next_q = q_ + (r + 1) * call_.dk;
+      const vf score = all(scores_[r]), beta = all(strengths_[r]), fade = exp2(all(logs_[r]));
+      const vf minus = zeros() - fade;
+      vf change[VECS];
+#pragma GCC unroll 8
+      for (int32_t i = 0; i < VECS; ++i) {
+        const int32_t d = (v + i) * kLanes, some = left(v + i);
+        change[i] = beta * fma(minus, by_k[i], get(values(row_ + r) + d, some));
+        put(out(row_ + r) + d, fma(score, change[i], fade * by_q[i]), some);
+        by_k[i] = by_q[i] = zeros();
+      }
+      const auto update = [&](auto visit) {
+        const float* line = from;
+        float* after = to;
+        for (int32_t s = 0; s < call_.dk; ++s, line += width_, after += width_) {
+          const vf some = all(k[s]);
+#pragma GCC unroll 8
+          for (int32_t i = 0; i < VECS; ++i) {
+            const vf x = fma(some, change[i], fade * load(line + i * kLanes));
+            store(after + i * kLanes, x);
+            visit(s, i, x);
           }
         }
+      };
+      if (r + 1 < n) {
+        update([&](int32_t s, int32_t i, vf x) { add(next_k, next_q, s, i, x); });
+      } else {
+        update([&](int32_t, int32_t i, vf) { if (i == 0) fetch_some(); });
       }
-    });
+    }
   }
 
   const DeltaCall& call_;
   const Part& part_;
   int32_t head_, key_head_;
-  int32_t depth_, width_;  // dk in rows of tiles, dv in vectors
-  float *left_, *keys_, *seen_, *change_, *grams_, *fades_, *padded_;
+  int32_t width_;  // dv in whole vectors
+  float *k_, *q_, *padded_;
+  float scores_[kBlockRows], strengths_[kBlockRows], logs_[kBlockRows];
+  int64_t row_ = 0;
   const float* ahead_ = nullptr;  // what is not asked for yet of the thread's next state
   int32_t lines_ = 0, each_ = 0;
 };

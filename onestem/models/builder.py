@@ -452,7 +452,7 @@ def delta_parts(builder: Builder, specs: ByRole) -> dict[str, Any]:
             step=builder.tensor(specs[Role.DELTA_STEP]),
             norm=builder.tensor(specs[Role.DELTA_NORM]),
             eps=builder.config.norm_eps,
-            ops=resolve_delta(builder.target.device),
+            ops=resolve_delta(builder.target.device, deterministic=builder.target.deterministic),
         ),
     }
 

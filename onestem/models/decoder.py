@@ -265,7 +265,7 @@ class Decoder:
         if not self.config.output_gate:
             return attend(index, qkv, heads, angles).flatten(1)
         columns = heads.num_projected * heads.head_dim
-        gate = torch.sigmoid(qkv[:, columns:])
+        gate = self.ops.sigmoid(qkv[:, columns:])
         out = attend(index, qkv[:, :columns].contiguous(), heads, angles)
         return gate.mul_(out.flatten(1))
 

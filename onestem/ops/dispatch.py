@@ -163,13 +163,13 @@ def resolve_layers(device: torch.device | str = "cpu", *, deterministic: bool = 
     return CpuLayers(deterministic=deterministic) if here else LayerOps()
 
 
-def resolve_delta(device: torch.device | str = "cpu") -> DeltaOps:
+def resolve_delta(device: torch.device | str = "cpu", *, deterministic: bool = False) -> DeltaOps:
     """The operations of layers with a gated delta rule on a device, as `resolve_layers`."""
     device = torch.device(device)
     if _on_triton(device):
         from onestem.ops.triton.delta import TritonDelta
 
-        return TritonDelta()
+        return TritonDelta(deterministic=deterministic)
     return CpuDelta() if device.type == "cpu" and is_built() else DeltaOps()
 
 

@@ -4,6 +4,7 @@ cannot promise it yet is refused by name."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from onestem import LLM
 from onestem.build import kv_identity
+from onestem.cache.host import HostStore
+from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
 from onestem.engine.sequence import Sequence
 from onestem.errors import OnestemError, RequestError
@@ -22,7 +25,8 @@ from onestem.models import linear
 from onestem.models.decoder import Decoder
 from onestem.models.linear import Layout, choose_layout
 from onestem.models.weights import load_decoder
-from onestem.ops.cpu import CpuAttention, chosen_isa
+from onestem.ops import DeltaOps
+from onestem.ops.cpu import CpuAttention, CpuDelta, chosen_isa
 from onestem.options import EngineOptions
 from onestem.request import Request, RequestOutput, SamplingParams
 from tests.engine.harness import answer, engine_with, watch_logits
@@ -37,6 +41,7 @@ from tests.soak import one_in, seeds
         ("llama", {"quantization": "int8"}, "weights are quantised (int8)"),
         ("llama", {"share": "no-attention"}, "share is no-attention"),
         ("mixtral", {}, "the model has experts"),
+        ("qwen3_5_moe", {}, "the model has experts"),
         ("llama", {"impl": "torch"}, "attention implementation 'torch' is not deterministic"),
     ],
 )
@@ -149,13 +154,14 @@ class Traffic:
     Attributes:
         compared: rows. differing: of these and of outputs, those that differ in some bit.
         hits: requests with tokens that were in the cache. splits, preempted, forks: how many.
+        from_below: tokens that came from host memory and a disk.
     """
 
     def __init__(self, decoder: Decoder, requests: list[Request]) -> None:
         self.decoder, self.requests = decoder, requests
         self.rows, self.outputs = alone(decoder, requests)
         self.compared = self.differing = 0
-        self.hits = self.splits = self.preempted = self.forks = 0
+        self.hits = self.splits = self.preempted = self.forks = self.from_below = 0
 
     def compare(self, key: Key, values: Tensor) -> None:
         self.compared += 1
@@ -163,10 +169,13 @@ class Traffic:
             values.view(torch.int32), self.rows[key].view(torch.int32)
         )
 
-    def run(self, rng: np.random.Generator, **options: Any) -> None:
+    def run(self, rng: np.random.Generator, below: Path | None = None, **options: Any) -> None:
         """Answer all requests in a random order, some of them once others run; then again with what
-        is in the cache."""
+        is in the cache, or was kept in host memory and in a folder."""
         engine = watched(engine_with(self.decoder, deterministic=True, **options), self.compare)
+        if below is not None:
+            stores = HostStore(1 << 20), DiskStore(below, 64 << 20, "model")
+            engine.keep_below("model", host=stores[0], disk=stores[1])
         tree, split = engine.cache.tree, engine.cache.tree.split
 
         def counted(*where: Any) -> Any:
@@ -182,11 +191,15 @@ class Traffic:
                     self.forks += request.params.n - 1
                 for output in engine.step():
                     want = self.outputs[output.request_id]
-                    self.hits += output.metrics.num_cached_tokens > 0
+                    counts = output.metrics
+                    self.hits += counts.num_cached_tokens > 0
+                    self.from_below += counts.num_host_tokens + counts.num_disk_tokens
                     told = output.outputs, output.prompt_logprobs
                     self.differing += told != (want.outputs, want.prompt_logprobs)
                 engine.check()
         self.preempted += engine.stats.num_preempted
+        if below is not None:
+            engine.close()
 
 
 SHARES = ("full", "full", "storage", "off")
@@ -206,11 +219,20 @@ def traffic(decoder: Decoder, seed: int, shares: Iterable[str] = SHARES) -> Traf
             num_pages=tight if number else 20 * tight,
             max_step_tokens=int(rng.choice([5, 33, 64, 200, 2048])),
             share=share,
+            **states(decoder, rng),
         )
     return made
 
 
+def states(decoder: Decoder, rng: np.random.Generator) -> dict[str, int]:
+    """Slots of recurrent states, of layers that keep some: few, so that most snapshots give way, or
+    many."""
+    return {"num_states": int(rng.choice([5, 12, 64]))} if decoder.state_bytes else {}
+
+
+RECURRENT = ("qwen3_5", "qwen3_next_dense")
 FAMILIES = ("llama", "gemma2", "qwen3", "gemma3", "phi", "qwen2", "mistral", "gemma4", "falcon_rw")
+FAMILIES += RECURRENT
 DTYPES = ("bfloat16", "float32", "float16")
 
 
@@ -226,6 +248,30 @@ def test_company_changes_no_bit(tiny, family, dtype, seed):
     assert made.differing == 0, f"{made.differing} of {made.compared}"
     assert min(made.hits, made.splits, made.forks) > 0
     assert made.preempted > 0 or seed != 0  # other seeds draw shorter answers
+
+
+@pytest.mark.parametrize(("family", "dtype"), one_in(3, ("llama", *RECURRENT), DTYPES))
+def test_what_was_kept_below_changes_no_bit(tiny, tmp_path, family, dtype):
+    """Nor does a restart in between."""
+    decoder = load_decoder(
+        tiny(family), dtype=getattr(torch, dtype), device="cpu", deterministic=True
+    )
+    rng, made = np.random.default_rng(0), Traffic(decoder, tree_of_requests(0, 200))
+    for _ in range(2):
+        made.run(
+            rng, tmp_path, page_size=8, num_pages=50, max_step_tokens=64, **states(decoder, rng)
+        )
+    assert made.differing == 0, f"{made.differing} of {made.compared}"
+    assert min(made.from_below, made.splits, made.forks) > 0
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "gates"])
+def test_a_layer_with_states_as_it_comes_is_found(tiny, monkeypatch, name):
+    """The delta rule in chunks; PyTorch's gates."""
+    monkeypatch.setattr(CpuDelta, name, getattr(DeltaOps, name))
+    path = tiny("qwen3_next_dense")
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu", deterministic=True)
+    assert traffic(decoder, 0, SHARES[:1]).differing > 0
 
 
 @pytest.fixture

@@ -275,6 +275,16 @@ _SPECS |= {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_next_dense": (
+        "Qwen3Next",
+        {
+            **_DELTA,
+            "num_experts": 0,
+            "layer_types": [f"{kind}_attention" for kind in ["linear", "full", "linear", "linear"]],
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 72,  # several vectors and some of another one
+        },
+    ),
     "qwen3_5": ("Qwen3_5", _DELTA),
     "qwen3_5_moe": ("Qwen3_5Moe", _DELTA_MOE),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),

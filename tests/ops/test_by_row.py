@@ -16,7 +16,7 @@ from onestem.engine.sampling.sampler import Sampler
 from onestem.models.description import LayerHeads, Rotary
 from onestem.models.rope import Rope
 from onestem.ops import Angles, Heads, add_layer_norm, allocate_pages
-from onestem.ops.cpu import CpuLayers, CpuSampling, is_built
+from onestem.ops.cpu import CpuDelta, CpuLayers, CpuSampling, is_built
 from onestem.request import SamplingParams
 from onestem.request.outputs import TokenLogprobs
 
@@ -89,6 +89,15 @@ def test_norms(width, dtype):
     assert_by_row(lambda x, delta: OPS.add_rms_norm(x, delta, weight, 1e-6), x, delta)
     assert_by_row(lambda x: OPS.add_rms_norm(x, None, weight.float(), 1e-6), x)
     assert_by_row(lambda x, delta: add_layer_norm(x, delta, weight, weight, 1e-5), x, delta)
+
+
+@every_dtype
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("heads", [5, 48])
+def test_gates_of_delta_rules(heads, part, dtype):
+    rates, steps = drawn(heads), drawn(heads, seed=1)
+    both = drawn(max(ROWS), 2 * heads, dtype=dtype, seed=2)
+    assert_by_row(lambda both: CpuDelta().gates(*both.split(heads, 1), rates, steps)[part], both)
 
 
 @every_dtype

@@ -200,7 +200,7 @@ KERNELS = {
         8,
     ),
     "rows of states": (
-        *("delta", "_few_rows", 90, DELTA),
+        *("delta", "_few_rows", 90, {**DELTA, "most": "i32"}),
         {"DEPENDENT": True, "DK": 128, "COLUMNS": 32},
         4,
     ),

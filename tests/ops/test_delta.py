@@ -52,9 +52,11 @@ GPU = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = {
     "torch": There(DeltaOps(), GPU),
     "triton": There(TritonDelta(), GPU),
+    "triton by row": There(TritonDelta(deterministic=True), GPU),
     **{str(isa): There(isa.delta(), "cpu") for isa in EVERY_ISA},
 }
 every_ops = pytest.mark.parametrize("name", OPS)
+by_row = pytest.mark.parametrize("name", [name for name in OPS if name not in ("torch", "triton")])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -174,6 +176,42 @@ def test_cuts_between_chunks_change_no_bit(name: str) -> None:
     ]
     assert torch.equal(torch.cat(pieces), want)
     assert torch.equal(cut, whole)
+
+
+@by_row
+@every_dtype
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 2, 24, 152)], ids=str)
+def test_cuts_change_no_bit_by_row(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    """Nor do neighbours: each piece comes behind another number of another sequence's rows."""
+    if "triton" in name and GPU == "cpu" and (sizes != SIZES[0] or dtype != torch.float16):
+        pytest.skip("Triton's interpreter takes seconds")
+    total, (key_heads, heads, dk, dv) = 100, sizes
+    inputs, channels = Inputs.drawn(total, sizes, dtype), 2 * key_heads * dk + heads * dv
+    x, weight = drawn(total, channels, dtype=dtype, seed=5), drawn(channels, 4, dtype=dtype)
+    a, b = drawn(total, 2 * heads, dtype=dtype, seed=7).split(heads, 1)
+    rates, norm = (drawn(heads, seed=8), drawn(heads, seed=9)), drawn(dv)
+    found = []
+    for cuts in ((), (1, 2, 3, 4, 21, 22, 24, 40, 56, 64, 99), tuple(range(1, total))):
+        states, before = drawn(2, heads, dk, dv, seed=3), drawn(2, 3, channels, dtype=dtype)
+        pieces = []
+        for begin, end in zip((0, *cuts), (*cuts, total), strict=True):
+            beside, ops = (3 * begin + 1) % 30, OPS[name]
+            rows = rows_of((beside, 7, -1, 0), (end - begin, begin, 1, 1))
+            at = torch.cat((torch.arange(beside), torch.arange(begin, end)))
+            there = [one[at] for one in inputs.all()]
+            out = ops.delta_rule(*there, states, rows)
+            found_there = (
+                out,
+                ops.causal_conv(x[at], weight, before, rows),
+                *ops.gates(a[at], b[at], *rates),
+                ops.gated_norm(out, norm, there[2], 1e-6),
+            )
+            pieces.append([one[beside:] for one in found_there])
+        found.append([*map(torch.cat, zip(*pieces, strict=True)), states[1], before[1]])
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))
 
 
 @every_ops

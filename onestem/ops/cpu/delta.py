@@ -9,12 +9,14 @@ from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, native
+from onestem.ops.cpu.layers import sigmoid
 from onestem.ops.delta import DeltaOps, PartRows, check_conv, check_delta, check_norm
 
 
 @dataclass(frozen=True)
 class CpuDelta(DeltaOps):
-    """`DeltaOps` in C++, with as many threads as torch uses. Gates are in PyTorch.
+    """`DeltaOps` in C++, with as many threads as torch uses. A row's bits depend on its inputs and
+    on the rows before it alone.
 
     Args:
         isa: instruction set, by default the one in use.
@@ -44,6 +46,13 @@ class CpuDelta(DeltaOps):
             torch.get_num_threads(),
         )
         return _inside(inside, out)
+
+    def gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DeltaOps`. PyTorch's softplus and sigmoid depend on a value's place."""
+        steps = a.float() + dt_bias
+        # e^x overflows from 88.7 on, where the result is x.
+        soft = torch.minimum(steps.exp().log1p_(), steps.clamp_min_(88.0))
+        return soft.mul_(-a_log.exp()), sigmoid(b)
 
     def delta_rule(
         self,

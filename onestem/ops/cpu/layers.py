@@ -129,7 +129,12 @@ class CpuLayers(LayerOps):
         """See `LayerOps`."""
         if not self.deterministic:
             return super().sigmoid(x)
-        return (-x).exp_().add_(1).reciprocal_()
+        return sigmoid(x).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """In float32, by what computes each value alike wherever it is."""
+    return (-x.float()).exp_().add_(1).reciprocal_()
 
 
 def _check_weight(x: Tensor, weight: Tensor, size: int) -> None:

@@ -34,6 +34,7 @@ _FEW_COLUMNS, _FEW_WARPS, _FEW_REGISTERS = 16, 1, 128
 _WARPS, _SCAN_COLUMNS, _SCAN_STAGES = 4, (64, 32, 16), 3
 _EPS: tl.constexpr = tl.constexpr(NORM_EPS)
 _FEW: tl.constexpr = tl.constexpr(FEW_ROWS)
+_ANY_ROWS = 2**31 - 1
 
 
 @triton.jit
@@ -167,15 +168,16 @@ def _few_rows(
     dk,
     dv,
     scale,
+    most,
     DEPENDENT: tl.constexpr,
     DK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (columns, head, part): the recurrent form."""
+    """Program (columns, head, part of at most `most` rows): the recurrent form."""
     wait_for_launch(DEPENDENT)
     head = tl.program_id(1)
     first, end, source, target = _part_of(parts, tl.program_id(2))
-    if (end > first) & (end - first <= _FEW):
+    if (end > first) & (end - first <= most):
         i = tl.arange(0, DK)
         j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         mask = (i < dk)[:, None] & (j < dv)[None, :]
@@ -386,9 +388,15 @@ def _gated_norm(
 
 @dataclass(frozen=True)
 class TritonDelta(DeltaOps):
-    """`DeltaOps` in kernels. Products of 16-bit rows have factors of 16 bits."""
+    """`DeltaOps` in kernels. Products of 16-bit rows have factors of 16 bits.
+
+    Args:
+        deterministic: a row's bits depend on its inputs and on the rows before it alone. So all
+            parts are taken row by row.
+    """
 
     name: str = "triton"
+    deterministic: bool = False
 
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: PartRows) -> Tensor:
         """See `DeltaOps`."""
@@ -452,7 +460,7 @@ class TritonDelta(DeltaOps):
         scale, options = dk**-0.5, dependent_launch(v.device)
         # A product has 16 rows, columns and steps at least.
         block = max(16, triton.next_power_of_2(dk))
-        if len(rows.scans) < len(rows.parts):
+        if self.deterministic or len(rows.scans) < len(rows.parts):
             columns = min(_FEW_COLUMNS * 128 // max(block, 128), triton.next_power_of_2(dv))
             _few_rows[(triton.cdiv(dv, columns), heads, len(rows.parts))](
                 q,
@@ -466,13 +474,14 @@ class TritonDelta(DeltaOps):
                 *strides,
                 *sizes,
                 scale,
+                _ANY_ROWS if self.deterministic else FEW_ROWS,
                 DK=block,
                 COLUMNS=columns,
                 num_warps=_FEW_WARPS,
                 maxnreg=_FEW_REGISTERS,
                 **options,
             )
-        if len(rows.chunks):
+        if len(rows.chunks) and not self.deterministic:
             # Of products with float32 factors: of rows, or of inverses alone.
             wide = v.dtype == torch.float32
             precision = "tf32x3" if wide else "tf32"
@@ -530,7 +539,7 @@ class TritonDelta(DeltaOps):
         rows, heads, size = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if rows:
-            block = _NORM_HEADS[rows > 1024]
+            block = _NORM_HEADS[rows > 1024 and not self.deterministic]
             _gated_norm[(rows, triton.cdiv(heads, block))](
                 x,
                 z,
