@@ -47,7 +47,7 @@ from onestem.ops.cpu import chosen_isa, status
 from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
-from onestem_lab.attention.rates import measure_rates
+from onestem_lab.attention.rates import Rates, measure_rates, reading_rate
 from onestem_lab.results import RESULTS, machine, write
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
@@ -58,6 +58,7 @@ STEPS = ("prefill 512", "decode 1", "decode 64")
 PREFILL, PREFILL_PLAIN = 3.0, 1.5
 CONTEXT = 16
 CLOCKS = ("wall", "cpu")
+Turn = dict[str, list[float]]  # seconds by each clock, of each side
 RUNNERS = Path(__file__).parent / "peers" / "runners"
 
 
@@ -178,6 +179,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     entries: list[dict[str, Any]] = []
     files = [path for path in options.files.split(",") if path]
+    result = {
+        "command": "python -m onestem_lab.cpu_weights --peer DIR --models FOLDER "
+        f"--shapes {options.shapes} --formats {options.formats} "
+        + (f"--files {','.join(Path(one).name for one in files)} " if files else "")
+        + f"--threads {options.threads} --turns {options.turns} "
+        f"--settings {options.settings}",
+        "machine": machine(),
+        "extension": status().replace(f"{sys.prefix}/", ""),
+        "asked": asked(),
+    }
     pairs = product(options.shapes.split(","), options.formats.split(","))
     for shape, form in [(None, path) for path in files] or pairs:
         if shape is None:
@@ -186,24 +197,15 @@ def main() -> None:
         else:
             model = _written(python, shape, models, PEERS.get(form, form), options.threads)
         for setting in options.settings.split(","):
-            entry = _compared(python, model, shape, form, setting, options)
+            entry: dict[str, Any] = {}
             entries.append(entry)
+            for found in _compared(python, model, shape, form, setting, options):
+                entry.update(found)
+                write(options.out, result | {"entries": entries})
             for name in ("ratio", "own_ratio"):
                 shown = {step: entry[step][name][clock] for step in STEPS if name in entry[step]}
                 rounded = {step: round(one, 2) for step, one in shown.items()}
                 print(shape, form, setting, name, rounded, flush=True)
-            result = {
-                "command": "python -m onestem_lab.cpu_weights --peer DIR --models FOLDER "
-                f"--shapes {options.shapes} --formats {options.formats} "
-                + (f"--files {','.join(Path(one).name for one in files)} " if files else "")
-                + f"--threads {options.threads} --turns {options.turns} "
-                f"--settings {options.settings}",
-                "machine": machine(),
-                "extension": status().replace(f"{sys.prefix}/", ""),
-                "asked": asked(),
-                "entries": entries,
-            }
-            write(options.out, result)
 
 
 def asked() -> dict[str, float]:
@@ -231,7 +233,8 @@ def _compared(
     form: str,
     setting: str,
     options: argparse.Namespace,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """After each turn what was found until then."""
     with ExitStack() as stack:
         flash, extra = map(int, setting)
         theirs = stack.enter_context(peer(python, model, options.threads, flash, extra))
@@ -243,12 +246,7 @@ def _compared(
             own = Ours(weights, OWN[form], options.threads)
         rates = measure_rates(torch.device("cpu"), torch.bfloat16)
         sides = {"ms": ours, "peer_ms": theirs} | ({} if own is None else {"own_ms": own})
-        seconds: dict[str, list[dict[str, list[float]]]] = {step: [] for step in STEPS}
-        for _ in range(options.turns):
-            for step in STEPS:
-                seconds[step].append({name: side.take(step) for name, side in sides.items()})
-            rates = rates.better(measure_rates(torch.device("cpu"), torch.bfloat16))
-        entry: dict[str, Any] = {
+        held: dict[str, Any] = {
             "shape": shape,
             "format": form,
             "weight_bytes": _read_bytes(ours),
@@ -260,26 +258,41 @@ def _compared(
                 "repacked": extra,
                 "system": theirs.system,
             },
-            "memory_bytes_per_s": rates.bytes,
-            "bfloat16_flops_per_s": rates.flops,
         }
-    for step, turns in seconds.items():
-        entry[step] = {"floor_ms": 1e3 * _floor(step, entry, ours)}
-        for name in sides:
-            entry[step][name] = {
-                clock: {
-                    "median": 1e3 * statistics.median(turn[name][i] for turn in turns),
-                    "least": 1e3 * min(turn[name][i] for turn in turns),
-                }
+        turns: dict[str, list[Turn]] = {step: [] for step in STEPS}
+        for turn in range(options.turns):
+            for step in STEPS:
+                turns[step].append({name: side.take(step) for name, side in sides.items()})
+            rates = rates.better(Rates(0.0, reading_rate()))
+            entry = held | {
+                "turns": turn + 1,
+                "memory_bytes_per_s": rates.bytes,
+                "bfloat16_flops_per_s": rates.flops,
+            }
+            for step in STEPS:
+                entry[step] = {"floor_ms": 1e3 * _floor(step, entry, ours)} | _summed(turns[step])
+            yield entry
+
+
+def _summed(turns: list[Turn]) -> dict[str, Any]:
+    """Of one kind of step: milliseconds of each side, and ratios of the turns."""
+    found: dict[str, Any] = {
+        name: {
+            clock: {
+                "median": 1e3 * statistics.median(turn[name][i] for turn in turns),
+                "least": 1e3 * min(turn[name][i] for turn in turns),
+            }
+            for i, clock in enumerate(CLOCKS)
+        }
+        for name in turns[0]
+    }
+    for name, other in (("ratio", "peer_ms"), ("own_ratio", "own_ms")):
+        if other in turns[0]:
+            found[name] = {
+                clock: statistics.median(turn[other][i] / turn["ms"][i] for turn in turns)
                 for i, clock in enumerate(CLOCKS)
             }
-        for name, other in (("ratio", "peer_ms"), ("own_ratio", "own_ms")):
-            if other in sides:
-                entry[step][name] = {
-                    clock: statistics.median(turn[other][i] / turn["ms"][i] for turn in turns)
-                    for i, clock in enumerate(CLOCKS)
-                }
-    return entry
+    return found
 
 
 def _read_bytes(ours: Ours) -> int:

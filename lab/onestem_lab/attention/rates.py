@@ -11,7 +11,7 @@ import torch
 from onestem.cost.timing import events_ms
 from onestem_lab.timing import least_seconds
 
-__all__ = ["Rates", "measure_rates", "product_rate"]
+__all__ = ["Rates", "measure_rates", "product_rate", "reading_rate"]
 
 SQUARES = (512, 1024, 2048, 4096)  # small ones stay in the caches, large ones amortise more
 SLOW_SECONDS = 0.2  # the next size takes eight times as long
@@ -36,8 +36,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """The rate of products (see `product_rate`; on a GPU a square one of 8192) and of memory."""
     if device.type == "cuda":
         return _gpu_rates(device, dtype)
+    return Rates(product_rate(dtype), reading_rate())
+
+
+def reading_rate() -> float:
+    """Bytes/s at which a CPU reads memory."""
     memory = torch.ones(READ_BYTES // 4, device="cpu")
-    return Rates(product_rate(dtype), memory.nbytes / least_seconds(memory.sum))
+    return memory.nbytes / least_seconds(memory.sum)
 
 
 def product_rate(dtype: torch.dtype) -> float:
