@@ -102,7 +102,7 @@ def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
         WeightsError: names what is missing, unknown or of another shape.
     """
     file = open_gguf(path)
-    one = architecture_of(file)
+    one, kind = architecture_of(file), file.header.fields["general.architecture"]
     found, missing, wrong = {}, [], []
     used = set(_FIELDS)
     for spec in tensors:
@@ -132,14 +132,14 @@ def gguf_tensors(path: Path, tensors: Tensors) -> dict[str, GgufTensor]:
             for single, raw in zip(expert, found[whole.name].parts, strict=False):
                 found[single.name] = GgufTensor(single.shape, (raw.part(index),), _as_it_is)
     if missing:
-        needs = f"tensors that {file.header.fields['general.architecture']} needs"
-        raise WeightsError(f"{path} lacks {needs}: {listed(missing)}")
+        raise WeightsError(f"{path} lacks tensors that {kind} needs: {listed(missing)}")
     if wrong:
         raise WeightsError(f"{path} holds tensors of other shapes: {listed(wrong)}")
-    beside = f"blk.{tensors.config.num_layers}."  # predicts tokens after the next one
+    blocks = file.header.fields[f"{kind}.block_count"]  # with those of tokens after the next one
+    assert isinstance(blocks, int)
+    beside = tuple(f"blk.{n}." for n in range(tensors.config.num_layers, blocks))
     unknown = sorted(name for name in set(file.tensors) - used if not name.startswith(beside))
     if unknown:
-        kind = file.header.fields["general.architecture"]
         raise WeightsError(f"{path} holds tensors that {kind} has no place for: {listed(unknown)}")
     return found
 

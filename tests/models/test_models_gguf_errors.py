@@ -75,6 +75,7 @@ FIELDS = {
     ),
     "zero": ({"llama.attention.head_count": 0}, r"head_count is 0, expected 1 or more"),
     "layers": ({"llama.block_count": 4096}, r"block_count is 4096, and it has 21 tensors"),
+    "fewer layers": ({"llama.block_count": 1}, r"has no place for: blk\.1\.attn_k\.weight"),
     "values": (
         {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
         r"value_length is 8",
