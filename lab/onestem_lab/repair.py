@@ -28,7 +28,7 @@ from onestem.pml import Documents
 from onestem.request import ONE_TOKEN, Request, RequestOutput, SamplingParams
 from onestem_lab.results import RESULTS, machine, write
 
-HEAD, TOKENS, QUESTION = 40, 1000, 50
+HEAD, LEAD_IN, TOKENS, QUESTION = 40, 300, 1000, 50
 
 
 class Prompts:
@@ -37,7 +37,7 @@ class Prompts:
     def __init__(self, llm: LLM, documents: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._vocab_size = llm.engine.weights.decoder.config.vocab_size
-        self._head = self._ids(HEAD)
+        self._head, self._lead_in = self._ids(HEAD), tuple(self._ids(LEAD_IN))
         self._documents = [self._ids(TOKENS) for _ in range(documents)]
         self._count = 0
 
@@ -59,7 +59,7 @@ class Prompts:
             request_id=str(self._count),
             prompt_token_ids=ids + self._ids(QUESTION),
             params=params,
-            documents=Documents(tuple(spans), repair) if repair < 1 else None,
+            documents=Documents(tuple(spans), repair, self._lead_in) if repair < 1 else None,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onestem.pml.segments import CompiledPrompt, Segment, segment_key
+from onestem.pml.segments import CompiledPrompt, Segment, SegmentKind, segment_key
 
 KIND = "documents"  # what keys are named by
 # Tokens that are chosen together. Blocks of 16 lose more of the answer, those of 4 hardly less, and
@@ -36,15 +36,20 @@ class Documents:
         spans: the first token of each one, and the one after its last; ascending.
         repair: the share of their tokens that are computed with all before them in sight, from 0
             to below 1.
+        lead_in: tokens after which documents other than the first are stored, where the prompt has
+            as many before them. No prompt sees these, but what is stored after something like a
+            document is more like what the whole prompt has.
     """
 
     spans: tuple[tuple[int, int], ...]
     repair: float
+    lead_in: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Documents:
         """As `dataclasses.asdict` has them, with lists."""
-        return cls(**{**fields, "spans": tuple((start, end) for start, end in fields["spans"])})
+        spans = tuple((start, end) for start, end in fields["spans"])
+        return cls(spans, fields["repair"], tuple(fields.get("lead_in", ())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +74,7 @@ class DocumentsPrompt(CompiledPrompt):
     def _behind_first(self) -> list[Segment]:
         """Documents that may be repaired."""
         first = self.documents.spans[0][0]
-        return [one for one in self.segments if one.kind == "cached" and one.position > first]
+        return [one for one in self.segments if one.origin == "document" and one.position > first]
 
     @property
     def num_repaired(self) -> int:
@@ -118,17 +123,25 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
     # The prompt's last token is computed, since its logits begin the answer.
     before = documents.spans[0][0]
     modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[before > HEAD :]]
-    head = ids[: min(before, HEAD)]
-    head_key = segment_key(KIND, head, ())
+    head, lead_in = ids[: min(before, HEAD)], np.array(documents.lead_in, np.int32)
     stored: list[Segment] = []
     own = np.ones(len(ids), bool)
     for a, b in modules:
         if b - a < BLOCK:
             continue
-        attends: tuple[int, ...] = ()
-        if len(head):
-            attends = (len(stored),)
-            stored.append(Segment("placeholder", head, a - len(head), "head", key=head_key))
+        behind: list[tuple[SegmentKind, str, np.ndarray]] = [("placeholder", "head", head)]
+        if a > before and len(lead_in) <= a - len(head):
+            behind.append(("cached", "lead-in", lead_in))
+        at, seen = a - sum(len(tokens) for *_, tokens in behind), dict[int, tuple[int, str]]()
+        for kind, origin, tokens in behind:
+            if len(tokens):
+                key = segment_key(
+                    KIND, tokens, [(at - start, name) for start, name in seen.values()]
+                )
+                unseen = ((0, len(tokens)),) if kind == "cached" else ()
+                stored.append(Segment(kind, tokens, at, origin, tuple(seen), key, hidden=unseen))
+                seen[len(stored) - 1] = at, key
+                at += len(tokens)
         own[a:b] = hidden[a:b]
         stored.append(
             Segment(
@@ -136,8 +149,8 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
                 ids[a:b],
                 a,
                 "document",
-                attends,
-                segment_key(KIND, ids[a:b], [(len(head), head_key)] if len(head) else ()),
+                tuple(seen),
+                segment_key(KIND, ids[a:b], [(a - start, name) for start, name in seen.values()]),
                 hidden=tuple((i - a, j - a) for i, j in _stretches(hidden, a, b)),
             )
         )

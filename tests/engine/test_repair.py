@@ -24,6 +24,7 @@ from tests.engine.pml_harness import (
     record,
 )
 from tests.engine.test_pml_exactness import FAMILIES
+from tests.soak import soaked
 
 HEAD = list(range(60, 70))
 DOCUMENTS = [
@@ -33,14 +34,14 @@ DOCUMENTS = [
 QUESTION = list(range(80, 91))
 
 
-def prompt_of(order, repair: float, question=QUESTION) -> DocumentsPrompt:
+def prompt_of(order, repair: float, question=QUESTION, lead_in=()) -> DocumentsPrompt:
     """A prompt of some documents, each behind a token of its own."""
     ids, spans = list(HEAD), []
     for number in order:
         ids += [200 + number]
         spans += [(len(ids), len(ids) + len(DOCUMENTS[number]))]
         ids += DOCUMENTS[number]
-    return with_documents(ids + list(question), Documents(tuple(spans), repair))
+    return with_documents(ids + list(question), Documents(tuple(spans), repair, lead_in))
 
 
 def request_of(name: str, prompt: DocumentsPrompt, **params) -> Request:
@@ -115,6 +116,17 @@ def test_copies_serve_other_orders(tiny):
         # are those behind documents in which nothing is repaired.
         computed = outputs[str(i)].metrics.num_computed_tokens
         assert own + again - 3 <= computed <= own + again - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", *map(soaked, ("gpt2", "mpt", "gpt_oss"))])
+def test_documents_behind_a_lead_in(tiny, family):
+    """It is stored once, and no prompt sees it."""
+    lead_in = tuple(range(100, 124))
+    orders = ((0, 2), (0, 3)) if family == "gpt2" else ((0, 1, 2, 3), (0, 3, 1, 2), (0, 4, 1))
+    prompts = [prompt_of(order, 0.3, lead_in=lead_in) for order in orders]
+    engine, _ = check(tiny(family), prompts, alone=True, page_size=4)
+    copies = [run for run in engine.cache.modules if tuple(run.tokens) == lead_in]
+    assert len(copies) == 1
 
 
 def test_a_repaired_prompt_is_found_again(tiny):

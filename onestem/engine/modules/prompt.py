@@ -109,8 +109,8 @@ class PmlPrompt:
         """Maximum pages that it takes in an empty cache before its answer begins."""
         bounds = [stretch.start for stretch in self.stretches if stretch.start < len(self.tokens)]
         own = np.diff([*bounds, len(self.tokens)]).tolist()
-        lengths = [len(segment.token_ids) for segment in self.encoded] + own
-        return sum(-(-length // page_size) for length in lengths)
+        runs = {run_name("", one, moves=self.moves): len(one.token_ids) for one in self.encoded}
+        return sum(-(-length // page_size) for length in (*runs.values(), *own))
 
     def most_tokens(self, *, max_positions: int, num_pages: int, page_size: int) -> int:
         """Own tokens, those of the answer included, that the model's positions and an otherwise

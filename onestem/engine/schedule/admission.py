@@ -155,7 +155,7 @@ def check_pml(
             "the model attends to: give 0 or 1"
         )
     answer_tokens = longest_choice(request, tokenizer) or 1
-    prompt = PmlPrompt(compiled, "", "")
+    prompt = PmlPrompt(compiled, "", "", moves=config.sees_distances)
     positions = config.max_position_embeddings
     if compiled.next_position + answer_tokens > positions:
         raise RequestError(

@@ -26,7 +26,7 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
-from onestem.engine.text.documents import Document, before_question, marked, split
+from onestem.engine.text.documents import LEAD_IN, Document, before_question, marked, split
 from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
@@ -379,7 +379,8 @@ class Tokenizer(Vocabulary):
             ids = ids + after_break(encode, piece)
         if not is_apart:
             return ChatIds(ids, None)
-        return ChatIds(ids, Documents(tuple(zip(ends[::2], ends[1::2], strict=True)), repair))
+        spans = tuple(zip(ends[::2], ends[1::2], strict=True))
+        return ChatIds(ids, Documents(spans, repair, tuple(encode(LEAD_IN))))
 
     def written(self, fields: Mapping[str, Any] | None = None) -> Written:
         """What the template writes around messages; `fields`: as above."""
