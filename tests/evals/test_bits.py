@@ -254,8 +254,10 @@ def test_this_engine_is_asked_in_every_way(options):
             break
 
 
-def test_an_engine_that_keeps_bits_passes(options):
-    bits = EngineBits(options.replace(deterministic=True), prompts=4, tokens=40, sampled=TOKENS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next_dense"])
+def test_an_engine_that_keeps_bits_passes(tmp_path, options, family):
+    strict = options.replace(model=make_tiny(family, tmp_path / family), deterministic=True)
+    bits = EngineBits(strict, prompts=4, tokens=40, sampled=TOKENS)
     assert {kind.problem or kind.refused for kind in bits.kinds()} == {""}
 
 

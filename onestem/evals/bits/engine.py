@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -157,6 +158,9 @@ class EngineBits:
             session = _Session(llm, self._asks)
             self._alone = [reply for _, _, reply in _several(session, range(prompts), n=1)]
             little = 2 * (tokens + sampled) * llm.decoder.kv_bytes_per_token
+            share, state = options.state_share, llm.decoder.state_bytes
+        if state:  # of two, and a snapshot
+            little = math.ceil(max(little / (1 - share), 3 * state / share))
         other_pages = {"page_size": 32 if options.page_size != 32 else 16}
         most = {"kv_memory": little, "max_model_len": tokens + sampled}
         self._changes: list[tuple[Kind, Callable[..., Changed], Mapping[str, Any]]] = [
