@@ -28,6 +28,8 @@ MODELS = {
     "llama3.1-8b": "Llama-3.1-8B",
     "gemma3-12b": "Gemma 3 12B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B",
 }
 OPTIONS_OF_A_QUESTION = 4  # of `onestem_lab.beside_vllm`'s exam, an answered token of vLLM's each
 
@@ -167,12 +169,13 @@ def _text(
 def _jobs() -> list[Result]:
     """All results of `onestem_lab.beside_vllm` in which vLLM ran."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    return [one for one in found if isinstance(one, dict) and any("vllm" in w for w in _works(one))]
+    ran = [one for one in found if isinstance(one, dict) and "works" in one and "vllm" in one]
+    return [one for one in ran if _works(one)]
 
 
 def _works(result: Result) -> list[Result]:
-    works: list[Result] = result.get("works", [])
-    return works
+    """Those that both engines ended."""
+    return [work for work in result["works"] if "vllm" in work.get("against", {})]
 
 
 def _about_jobs(results: list[Result]) -> str:
