@@ -140,7 +140,7 @@ def _write_spool(
 ) -> tuple[Target, Tokenizer | None, int]:
     """Tokenise a job into the spool "plan"; returns where it is to run, the model's tokenizer, and
     the maximum tokens of a sequence."""
-    from onestem.engine.schedule.admission import check_request, model_len
+    from onestem.engine.schedule.admission import check_for, model_len
     from onestem.engine.text.tokenizer import Tokenizer
     from onestem.forecasts import Target
     from onestem.models.config import ModelConfig
@@ -165,11 +165,12 @@ def _write_spool(
     rules = Rules(
         tokenizer=bounded(tokenizer, most),
         validate=partial(
-            check_request,
-            max_model_len=most,
-            vocab_size=config.vocab_size,
+            check_for,
+            options,
+            config=config,
             tokenizer=tokenizer,
-            max_num_seqs=options.max_num_seqs,
+            max_model_len=most,
+            kv_tokens=target.kv_tokens,
         ),
         max_model_len=most,
         compile_pml=None if library is None else library.compile,

@@ -13,7 +13,7 @@ from onestem.build import check_ranks
 from onestem.checked import show
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.outputs import EngineStats
-from onestem.engine.schedule.admission import check_format, check_pml, check_request
+from onestem.engine.schedule.admission import check_for, check_format
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, RequestError
 from onestem.forecasts import JobWatch
@@ -130,26 +130,16 @@ class Replicas:
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` for a request that can never be answered."""
-        size = self.options.page_size
-        check_request(
-            request,
-            max_model_len=self._max_model_len,
-            vocab_size=self.config.vocab_size,
-            tokenizer=self.tokenizer,
-            max_num_seqs=self.options.max_num_seqs,
-        )
-        if self._grammars is not None:
-            check_format(self._grammars.compile, request)
-        num_pages = self.kv_tokens // size
-        check_pml(
+        check_for(
+            self.options,
             request,
             self.config,
             self.tokenizer,
-            num_pages=num_pages,
-            page_size=size,
-            deterministic=self.options.deterministic,
-            ranks=self.options.tensor_parallel_size,
+            max_model_len=self._max_model_len,
+            kv_tokens=self.kv_tokens,
         )
+        if self._grammars is not None:
+            check_format(self._grammars.compile, request)
 
     def run(self, requests: Planned | Iterable[Request]) -> Iterator[RequestOutput]:
         """Answer requests; yields outputs as they finish. Planned requests are dealt by groups.

@@ -10,6 +10,8 @@ from onestem import LLM, SamplingParams
 from onestem.errors import JobError
 from onestem.jobs import plan_file, run_file
 from onestem.options import EngineOptions
+from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
+from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 SCHEMA = """<schema name="people">
   <user>
@@ -112,3 +114,13 @@ def test_a_plan_reads_them_too(schema, tmp_path):
         folder.mkdir()
         report = plan_file(source, folder, schemas=schemas, **options)
         assert (report["failed_lines"], report["requests"]) == (failed, 2 - failed)
+
+
+def test_a_plan_refuses_what_its_model_does(schema, tmp_path):
+    model = make_tiny("qwen3_5", tmp_path / "qwen3_5")
+    make_byte_level_tokenizer(model, vocab_size=VOCAB_SIZE)
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(line(name, {"pml": PROMPT}) for name in "ab"))
+    asked = {"options": EngineOptions(model=model, kv_memory="32MiB"), "predicts": False}
+    report = plan_file(source, tmp_path, schemas=[schema], keep_going=True, **asked)
+    assert (report["failed_lines"], report["requests"]) == (2, 0)

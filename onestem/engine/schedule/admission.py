@@ -29,6 +29,7 @@ from onestem.engine.text.detokenize import IncrementalDetokenizer
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.errors import ConfigError, OnestemError, RequestError, UnsupportedError
 from onestem.models.config import ModelConfig
+from onestem.options import EngineOptions
 from onestem.pml import CompiledPrompt, DocumentsPrompt
 from onestem.pml.documents import BLOCK
 from onestem.request import Request, RequestMetrics, RequestOutput
@@ -104,6 +105,35 @@ def check_request(
     _check_text(request, tokenizer)
     if request.params.choices and tokenizer is not None:
         _check_choices(request, max_model_len, tokenizer)
+
+
+def check_for(
+    options: EngineOptions,
+    request: Request,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    max_model_len: int,
+    kv_tokens: int,
+) -> None:
+    """Raise `RequestError` for a request that an engine with these options, which is elsewhere, can
+    never answer."""
+    check_request(
+        request,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer,
+        max_num_seqs=options.max_num_seqs,
+    )
+    check_pml(
+        request,
+        config,
+        tokenizer,
+        num_pages=kv_tokens // options.page_size,
+        page_size=options.page_size,
+        deterministic=options.deterministic,
+        ranks=options.tensor_parallel_size,
+    )
 
 
 def check_format(check: Callable[..., object], request: Request) -> None:
