@@ -22,6 +22,7 @@ class StateSlot:
         at: tokens of its prompt that are in the state, those of this step too.
         is_begun: whether it has rows.
         promised: slots for sequences that will fork from it.
+        whole: it is alone, and fits while its path is one run: no snapshot parts that.
         common: first tokens that the next request has in common with it; None: not looked for.
         decodes: its prompt is in the state, and so are all tokens that it has sampled but the last.
     """
@@ -31,6 +32,7 @@ class StateSlot:
     at: int = 0
     is_begun: bool = False
     promised: int = 0
+    whole: bool = False
     common: int | None = None
     decodes: bool = False
 

@@ -117,6 +117,19 @@ def test_the_second_prompt_goes_on_from_system_and_tools(tiny):
         assert output.metrics.num_computed_tokens == (30 if turn else 90)
 
 
+def test_an_answer_may_fill_kv_memory(tiny):
+    """Alone it is one run: parted where system and tools end, it would take a page more."""
+    wanted = []
+    for num_pages in (64, 8):
+        engine = make_engine(tiny("qwen3_5"), num_pages=num_pages)
+        (request,) = requests_for([Traffic.some(60, 0)], max_tokens=68)
+        output = answer(engine, [dataclasses.replace(request, system_tokens=37)])["0"]
+        wanted.append(output.outputs[0].token_ids)
+    assert len(wanted[0]) == 68
+    assert wanted[0] == wanted[1]
+    assert output.metrics.num_preempted == 1
+
+
 def test_the_third_prompt_begins_where_the_first_two_part(tiny):
     engine, prompts = make_engine(tiny("qwen3_5")), shared_prompts()[:3]
     computed = [

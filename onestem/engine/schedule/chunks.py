@@ -112,7 +112,7 @@ class PromptChunks:
                 return 0
             if not state.is_begun and not self._states.begin(draft, sequence):
                 return 0
-        is_begun = state is not None and state.is_begun
+        is_begun = state is not None and (state.is_begun or state.whole)
         if tiers is not None and not is_begun and self._recall(draft, sequence, tiers):
             return 0
         start = at = fresh = sequence.frontier

@@ -67,8 +67,8 @@ class Room:
         are preempted for interactive ones."""
         if not self._has_place(draft, sequence):
             return False
-        alone = not self.num_running
-        if self.states is not None and not self.states.admit(sequence, alone=alone):
+        alone, whole = not self.num_running, sequence is self.alone and not sequence.num_forks
+        if self.states is not None and not self.states.admit(sequence, alone=alone, whole=whole):
             return False
         draft.handling = sequence
         ids, limit = sequence.ids().copy(), sequence.match_limit

@@ -42,16 +42,16 @@ class States:
     upcoming: Callable[[], Request | None] = lambda: None
     promised: int = 0
 
-    def admit(self, sequence: Sequence, *, alone: bool) -> bool:
+    def admit(self, sequence: Sequence, *, alone: bool, whole: bool) -> bool:
         """Give a sequence a slot; False: too few are left beside snapshots that planned requests
-        wait for. `alone`: nothing runs, and it takes even these."""
+        wait for. `alone`: nothing runs, and it takes even these; `whole`: see `StateSlot`."""
         left = self.pool.num_available if alone else self.pool.num_idle
         if left <= self.promised + sequence.num_forks:
             return False
         slot = self.pool.take()
         if slot is None:
             return False
-        sequence.state_slot = StateSlot(slot, promised=sequence.num_forks)
+        sequence.state_slot = StateSlot(slot, promised=sequence.num_forks, whole=whole)
         self.promised += sequence.num_forks
         return True
 
@@ -111,7 +111,7 @@ class States:
         mine, limit = sequence.state_slot, sequence.match_limit
         assert mine is not None
         begin = self._deepest(sequence)
-        if self._cache.enabled:
+        if self._cache.enabled and not mine.whole:
             self._mark(draft, sequence, begin)
         found: Run | None = None
         path = sequence.path(self._cache.tree.num_splits)
@@ -146,7 +146,7 @@ class States:
         mine.source, mine.at, mine.is_begun = mine.slot, chunk.end, True
         path = sequence.path(self._cache.tree.num_splits)
         run = next(run for run in path if run.end >= chunk.end)
-        if run.end > chunk.end and self._is_far(sequence, run, chunk.end):
+        if run.end > chunk.end and not mine.whole and self._is_far(sequence, run, chunk.end):
             run = self._cache.split(run, chunk.end - run.start)
             run.maker = sequence
         if run.end > chunk.end or run.maker is not sequence:
