@@ -225,7 +225,7 @@ def test_what_a_template_writes_is_bounded(tmp_path: Path) -> None:
     bounded = BoundedTokenizer(tokenizer, 10)
     for text in ("a" * 10, "a<|eot_id|>"):
         with pytest.raises(RequestError, match=r"the rendered chat has \d+ characters, limit is"):
-            bounded.apply_chat_template([{"role": "user", "content": text}])
+            bounded.chat([{"role": "user", "content": text}])
 
 
 def test_a_line_of_a_job_has_its_error(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ SCRIPT = """
 import os, sys
 from onestem import LLM, SamplingParams
 llm = LLM(device="cpu", dtype="float32", kv_memory="2MiB", tensor_parallel_size=2)
-print(pids_of(llm.team)[0], flush=True)
+print(llm.team.members[0].process.pid, flush=True)
 (answer,) = llm.generate("a", SamplingParams(max_tokens=4, temperature=0))
 print(answer.outputs[0].token_ids, flush=True)
 fork = os.fork()
