@@ -216,8 +216,9 @@ class AsyncLLM(Beside):
                 self._check_awake()
                 stream.is_sent = True
                 self._client.requests.submit(stream.request, "", 1.0, stream)
+            describe = partial(with_texts, self.tokenizer)
             while not stream.is_over:
-                yield await stream.next(output_kind, partial(with_texts, self.tokenizer))
+                yield await stream.next(output_kind, describe)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[_Stream]:
@@ -388,7 +389,7 @@ class _Stream:
         self.is_over = False
         self._part = self.inbox.part(0)
         self.on_token, self.on_restart = self._part.on_token, self._part.on_restart
-        self._whole: dict[int, CompletionOutput] = {}
+        self._so_far: dict[int, CompletionOutput] = {}  # of deltas, the last of each sequence
         self._waiting: asyncio.Task[None] | None = None
 
     async def until_ready(self, ready: Coroutine[Any, Any, None]) -> None:
@@ -427,7 +428,6 @@ class _Stream:
 
     async def next(self, kind: OutputKind, describe: Any) -> Answer:
         """The next output, when there is one."""
-        last: Delta | None = None
         try:
             await self.inbox.wait()
             pieces = {index: piece for (_, index), piece in self.inbox.take().items()}
@@ -445,29 +445,27 @@ class _Stream:
         """The last output, which ends all sequences that have not ended."""
         params = self.request.params
         for index in range(1 if params.choices else params.n):
-            before = pieces.get(index) or self._whole.get(index)
+            before = pieces.get(index) or self._so_far.get(index)
             if before is None or before.finish_reason is None:
-                piece = pieces.setdefault(
-                    index, CompletionOutput(index=index, text="", token_ids=[])
-                )
-                piece.finish_reason = "abort"
+                new = CompletionOutput(index=index, text="", token_ids=[])
+                pieces.setdefault(index, new).finish_reason = "abort"
         return last or Delta(self.request.request_id, [], finished=True)
 
     def _output(
         self, kind: OutputKind, pieces: dict[int, CompletionOutput], last: Delta | None
     ) -> RequestOutput:
         for index, piece in pieces.items():
-            if index in self._whole:
-                self._whole[index].extend(piece)
+            if kind == "cumulative" and index in self._so_far:
+                self._so_far[index].extend(piece)
             else:
-                self._whole[index] = piece.copy()
-        shown = pieces if kind == "delta" else self._whole
+                self._so_far[index] = piece
+        shown = pieces if kind == "delta" else {i: one.copy() for i, one in self._so_far.items()}
         metrics = last.metrics if last is not None else None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[shown[index].copy() for index in sorted(shown)],
+            outputs=[shown[index] for index in sorted(shown)],
             finished=last is not None,
             prompt_logprobs=last.prompt_logprobs if last is not None else None,
             metrics=metrics or RequestMetrics(num_prompt_tokens=len(self.request.prompt_token_ids)),

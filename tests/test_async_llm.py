@@ -544,3 +544,16 @@ def test_nothing_of_an_answer_outlives_its_reader(model):
         return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
 
     asyncio.run(main())
+
+
+def test_what_was_handed_out_does_not_grow(model):
+    async def main():
+        served, _ = threaded(model)
+        async with served:
+            answers = served.generate("abc", SHORT.replace(logprobs=1))
+            return [(one, [*one.outputs[0].token_ids]) async for one in answers]
+
+    for answer, ids in asyncio.run(main()):
+        (one,) = answer.outputs
+        assert one.token_ids == ids
+        assert len(one.logprobs) == len(one.weight_versions) == len(ids)

@@ -7,6 +7,7 @@ holds at most one whole answer.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from onestem.request import CompletionOutput, RequestMetrics
@@ -98,7 +99,7 @@ class Inbox:
         self._num_parts = num_parts
         self._pieces: dict[tuple[int, int], CompletionOutput] = {}
         self._size = size or ChunkSize()
-        self._heard: dict[tuple[int, int], _Heard] = {}
+        self._heard: defaultdict[tuple[int, int], _Heard] = defaultdict(_Heard)
         self._news = asyncio.Event()
         self._is_waited_for = False
 
@@ -114,8 +115,7 @@ class Inbox:
         if heard is not None and heard.comes_again:
             self._add_piece(key, _one_token(key[1], token_id, text, weights_version))
             return
-        direct = self.direct if self._is_idle else None
-        if heard is not None and direct is not None and direct(token_id, text):
+        if heard and self.direct and self._is_idle and self.direct(token_id, text):
             heard.note((token_id,), text)
             return
         piece = self._pieces.get(key)
@@ -216,7 +216,7 @@ class Inbox:
         """(part, sequence) -> what is new since the last time."""
         pieces, self._pieces = self._pieces, {}
         for key, piece in pieces.items():
-            self._heard.setdefault(key, _Heard()).note(piece.token_ids, piece.text)
+            self._heard[key].note(piece.token_ids, piece.text)
         return pieces
 
 
