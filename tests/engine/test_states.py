@@ -117,17 +117,19 @@ def test_the_second_prompt_goes_on_from_system_and_tools(tiny):
         assert output.metrics.num_computed_tokens == (30 if turn else 90)
 
 
-def test_an_answer_may_fill_kv_memory(tiny):
-    """Alone it is one run: parted where system and tools end, it would take a page more."""
+@pytest.mark.parametrize(("prompt", "most", "n"), [(60, 68, 1), (126, 2, 2), (116, 3, 3)])
+def test_answers_may_fill_kv_memory(tiny, prompt: int, most: int, n: int):
+    """Alone a sequence is one run: parted where system and tools end, or where others fork from
+    it, it would take a page more."""
     wanted = []
     for num_pages in (64, 8):
         engine = make_engine(tiny("qwen3_5"), num_pages=num_pages)
-        (request,) = requests_for([Traffic.some(60, 0)], max_tokens=68)
+        (request,) = requests_for([Traffic.some(prompt, 0)], max_tokens=most, n=n)
         output = answer(engine, [dataclasses.replace(request, system_tokens=37)])["0"]
-        wanted.append(output.outputs[0].token_ids)
-    assert len(wanted[0]) == 68
+        wanted.append([one.token_ids for one in output.outputs])
+    assert [len(token_ids) for token_ids in wanted[0]] == [most] * n
     assert wanted[0] == wanted[1]
-    assert output.metrics.num_preempted == 1
+    assert output.metrics.num_preempted > 0
 
 
 def test_the_third_prompt_begins_where_the_first_two_part(tiny):

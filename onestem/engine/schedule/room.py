@@ -67,7 +67,7 @@ class Room:
         are preempted for interactive ones."""
         if not self._has_place(draft, sequence):
             return False
-        alone, whole = not self.num_running, sequence is self.alone and not sequence.num_forks
+        alone, whole = not self.num_running, sequence is self.alone
         if self.states is not None and not self.states.admit(sequence, alone=alone, whole=whole):
             return False
         draft.handling = sequence
