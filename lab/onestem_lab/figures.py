@@ -15,16 +15,16 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from onestem_lab import gpu_jobs
+from onestem_lab.gpu_jobs import Part
 from onestem_lab.peers.vllm_process import absent_vllm
 from onestem_lab.results import COMMIT, RESULTS, ROOT, commit
 
@@ -55,13 +55,12 @@ class Figure:
     peer: bool = False
 
 
-def _beside_vllm(name: str, model: str, *works: str, more: str = "") -> Figure:
-    asked = " ".join(f"--work '{work}'" for work in works)
-    command = (
-        f"onestem_lab.beside_vllm --model shape:{model} {asked} --repeats 3 --peer-repeats 3 "
-        f"{more} --out {{out}}"
-    )
-    return Figure(name, command, 480, peer=True)
+def _part(part: Part) -> Figure:
+    """A part of `gpu_jobs`. It is ended after twice what it is expected to take, as there."""
+    name = FILES.get(part.name, part.name) + "-{kind}"
+    arguments = part.arguments.replace("{", "{{").replace("}", "}}")  # settings in JSON
+    command = f"onestem_lab.{part.module} {arguments} --out {{out}}"
+    return Figure(name, command, min(480, 2 * part.seconds), peer=part.waits)
 
 
 def _ours(name: str, arguments: str, seconds: int, gpus: int = 1) -> Figure:
@@ -86,7 +85,11 @@ def _paper(name: str, part: float = 1, seconds: int = 240, gpus: int = 1, more: 
 
 
 PAIRS = "groups=24,degree=2,prefix=700,distinct=200,output=40"
-JOBS = ("job 40x16 2000/200/100", "job 1x256 8000/64/128")
+JOBS = gpu_jobs.LONG_JOB, gpu_jobs.WIDE_JOB
+STREAMS = tuple(f"job {count}x1 0/600/256" for count in (1, 4, 16, 500))
+THRICE = "--repeats 3 --peer-repeats 3"
+# What pages read, where a part of `gpu_jobs` has another name.
+FILES = {"deterministic": "deterministic-vllm", "exam-transformers": "scores-8b"}
 
 PAPERS = (
     # Claims first: jobs in each paper's own setting; then attention alone; then what is counted.
@@ -121,14 +124,9 @@ PAPERS = (
 
 FIGURES = (
     # The README's table, and rows where others were ahead once.
-    _beside_vllm("dense-{kind}", "llama3.1-8b", *JOBS),
-    _beside_vllm("rollouts-{kind}", "llama3.1-8b", "exam 10x2000", "samples 64x16 512/512"),
-    _beside_vllm("moe-{kind}", "qwen3-30b-a3b", *JOBS),
-    _beside_vllm("windows-{kind}", "gemma3-12b", *JOBS),
-    _beside_vllm("fp8-{kind}", "llama3.1-8b", JOBS[0], more="--quantization fp8"),
-    _beside_vllm("few-{kind}", "llama3.2-1b", *(f"job {n}x1 0/600/256" for n in (1, 4, 16, 500))),
-    _beside_vllm("deterministic-vllm-{kind}", "llama3.1-8b", *JOBS, more="--deterministic"),
-    _ours("streams-{kind}", "async_streams --model shape:llama3.1-8b --repeats 5", 300),
+    *map(_part, gpu_jobs.PARTS),
+    _part(gpu_jobs.beside("dense", "llama3.1-8b", JOBS, 240, THRICE)),
+    _part(gpu_jobs.beside("few", "llama3.2-1b", STREAMS, 240, THRICE)),
     _ours("delta", "delta --tokens 8192 --rows 64,256", 240),
     _ours("hybrids-9b-{kind}", "hybrids --device cuda --modes full,storage", 480),
     _ours("deterministic-gpu", "deterministic --device cuda", 480),
@@ -252,16 +250,14 @@ def _run(command: Sequence[str], lines: IO[str], seconds: float) -> str | None:
     """Run it with its children, and end all of them in time. Why it failed; None: it did not."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command], cwd=ROOT, stdout=lines, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, process_group=0, env=os.environ | {COMMIT: commit()},
+        stdin=subprocess.DEVNULL, process_group=0, text=True, env=os.environ | {COMMIT: commit()},
     )  # fmt: skip
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return f"it took more than {seconds:g} s"
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        gpu_jobs.end(process)
     return f"exit code {code}" if code else None
 
 

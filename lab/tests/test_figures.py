@@ -34,6 +34,8 @@ with (Path(out).parent / "runs").open("a") as runs:
 def test_each_command_is_there_with_its_options(figure: Figure) -> None:
     module, *arguments = figure.command.split()
     assert figure.seconds <= 480
+    words = dict.fromkeys(("out", "folder", "peers", "llama", "gguf"), "there")
+    assert "{{" not in figure.command.format(**words)
     if module == "onestem":
         assert arguments[:2] == ["bench", "paper"]
         assert arguments[2] in EXPERIMENTS
