@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onestem.pml.segments import CompiledPrompt, Segment, SegmentKind, segment_key
+from onestem.pml.segments import CompiledPrompt, Segment, segment_key
 
 KIND = "documents"  # what keys are named by
 # Tokens that are chosen together. Blocks of 16 lose more of the answer, those of 4 hardly less, and
@@ -124,36 +124,28 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
     before = documents.spans[0][0]
     modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[before > HEAD :]]
     head, lead_in = ids[: min(before, HEAD)], np.array(documents.lead_in, np.int32)
+    key = segment_key(KIND, head, ())
+    after_head = [Segment("placeholder", head, 0, "head", key=key)] if len(head) else []
+    key = segment_key(KIND, lead_in, [(len(head), one.key) for one in after_head])
+    whole = ((0, len(lead_in)),)
+    after_both = [*after_head, Segment("cached", lead_in, 0, "lead-in", key=key, hidden=whole)]
     stored: list[Segment] = []
     own = np.ones(len(ids), bool)
     for a, b in modules:
         if b - a < BLOCK:
             continue
-        behind: list[tuple[SegmentKind, str, np.ndarray]] = [("placeholder", "head", head)]
-        if a > before and len(lead_in) <= a - len(head):
-            behind.append(("cached", "lead-in", lead_in))
-        at, seen = a - sum(len(tokens) for *_, tokens in behind), dict[int, tuple[int, str]]()
-        for kind, origin, tokens in behind:
-            if len(tokens):
-                key = segment_key(
-                    KIND, tokens, [(at - start, name) for start, name in seen.values()]
-                )
-                unseen = ((0, len(tokens)),) if kind == "cached" else ()
-                stored.append(Segment(kind, tokens, at, origin, tuple(seen), key, hidden=unseen))
-                seen[len(stored) - 1] = at, key
-                at += len(tokens)
+        led = a > before and 0 < len(lead_in) <= a - len(head)
+        behind, first = after_both if led else after_head, len(stored)
+        at = a - sum(len(one.token_ids) for one in behind)
+        for one in behind:
+            attends = tuple(range(first, len(stored)))
+            stored.append(replace(one, position=at, attends=attends))
+            at = stored[-1].end
         own[a:b] = hidden[a:b]
-        stored.append(
-            Segment(
-                "cached",
-                ids[a:b],
-                a,
-                "document",
-                tuple(seen),
-                segment_key(KIND, ids[a:b], [(a - start, name) for start, name in seen.values()]),
-                hidden=tuple((i - a, j - a) for i, j in _stretches(hidden, a, b)),
-            )
-        )
+        key = segment_key(KIND, ids[a:b], [(a - one.position, one.key) for one in stored[first:]])
+        attends, mine = tuple(range(first, len(stored))), _stretches(hidden, a, b)
+        unseen = tuple((i - a, j - a) for i, j in mine)
+        stored.append(Segment("cached", ids[a:b], a, "document", attends, key, hidden=unseen))
     computed = [Segment("text", ids[a:b], a, "prompt") for a, b in _stretches(own, 0, len(ids))]
     return stored + computed
 

@@ -119,6 +119,7 @@ class Tokenizer(Vocabulary):
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
         self._prefix, self._suffix = self._post_processing()
         self._lock = threading.Lock()
+        self._lead_in: tuple[int, ...] = ()  # ids of `LEAD_IN`, once they were needed
 
     @classmethod
     def from_directory(cls, path: str | Path, template: str | None = None) -> Tokenizer | None:
@@ -379,8 +380,10 @@ class Tokenizer(Vocabulary):
             ids = ids + after_break(encode, piece)
         if not is_apart:
             return ChatIds(ids, None)
+        if not self._lead_in:
+            self._lead_in = tuple(self._control.encode(LEAD_IN))
         spans = tuple(zip(ends[::2], ends[1::2], strict=True))
-        return ChatIds(ids, Documents(spans, repair, tuple(encode(LEAD_IN))))
+        return ChatIds(ids, Documents(spans, repair, self._lead_in))
 
     def written(self, fields: Mapping[str, Any] | None = None) -> Written:
         """What the template writes around messages; `fields`: as above."""
