@@ -28,6 +28,7 @@ _FORMATS = {
     ".safetensors": ("a file of weights alone", "give its directory, with config.json in it"),
     ".json": ("a file", "give its directory"),
 }
+_FORMATS |= dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"), ("packed", "unpack it"))
 _FORMATS |= dict.fromkeys((".pt", ".pth", ".ckpt", ".h5", ".msgpack"), _FORMATS[".bin"])
 
 

@@ -19,7 +19,7 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 @dataclass(eq=False)
-class Staging:
+class HostWords:
     """What the host writes for a step, and a GPU's kernels read over the bus. A copy would wait for
     all copies that were begun, on whichever stream: of keys and values they take 20 ms.
 
@@ -34,11 +34,11 @@ class Staging:
     uploaded: torch.cuda.Event | None
 
     @staticmethod
-    def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Staging:
+    def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> HostWords:
         """One for a device; on a CPU, memory of its own."""
         if device.type != "cuda":
             here = torch.zeros(shape, dtype=dtype, device="cpu")
-            return Staging(here, here.numpy(), None)
+            return HostWords(here, here.numpy(), None)
         with torch.cuda.device(device):  # else the memory is taken for another GPU's, and copied
             here = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
             data, kind = (here.data_ptr(), False), f"<i{here.itemsize}"
@@ -46,7 +46,7 @@ class Staging:
             memory = SimpleNamespace(kept=here, __cuda_array_interface__=array)
             seen = torch.as_tensor(memory, device=device)
         assert seen.data_ptr() == here.data_ptr()
-        return Staging(seen, here.numpy(), torch.cuda.Event())
+        return HostWords(seen, here.numpy(), torch.cuda.Event())
 
     def writable(self) -> np.ndarray:
         """`array`, when it may be written."""

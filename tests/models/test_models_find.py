@@ -12,6 +12,7 @@ FORMATS = {
     "model.ONNX": "is an ONNX graph, which is not loaded: give the directory of the original",
     "model.safetensors": "is a file of weights alone: give its directory, with config.json",
     "pytorch_model.bin": "is a file of pickled weights, which are not loaded: convert it to saf",
+    "model.gguf.gz": "is packed: unpack it",
     "model.pth": "is a file of pickled weights, which are not loaded: convert it",
     "config.json": "is a file: give its directory",
     "model.mlx": "is a file: give a model's directory",

@@ -27,7 +27,7 @@ from onestem.engine.step.runner import LayerQueries, Logits, Prepared, Runner
 from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
-from onestem.ops.copies import Staging
+from onestem.ops.copies import HostWords
 from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
@@ -115,7 +115,7 @@ class GraphRunner(Runner):
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
         words = GraphShape(BATCH_SIZES[-1], wide=False, queries=MOST_QUERIES).words
-        self._stagings = [Staging.make((words,), torch.int64, decoder.device) for _ in range(2)]
+        self._hosts = [HostWords.make((words,), torch.int64, decoder.device) for _ in range(2)]
         self._turn = 0
         self._list_age = 0  # steps since the work lists were made
         self._list_steps = LIST_STEPS  # after which they are made again
@@ -271,8 +271,8 @@ class GraphRunner(Runner):
 
     def _stage(self, inputs: StepInputs, rows: int, shape: GraphShape) -> None:
         self._turn = 1 - self._turn
-        staging = self._stagings[self._turn]
-        of_rows, (sources, positions) = shape.divide(staging.writable())
+        host = self._hosts[self._turn]
+        of_rows, (sources, positions) = shape.divide(host.writable())
         of_rows[0, :rows], of_rows[1, :rows] = inputs.token_ids, inputs.positions
         of_rows[2, :rows] = inputs.slots
         of_rows[:, rows:] = [[0], [0], [self.scratch_slot]]
@@ -280,7 +280,7 @@ class GraphRunner(Runner):
             plan = next(iter(inputs.plans.values()))
             sources[: plan.num_queries], sources[plan.num_queries :] = plan.sources(), 0
             positions[: plan.num_queries] = plan.row_position
-        staging.upload(self._inputs[: shape.words])
+        host.upload(self._inputs[: shape.words])
 
     def _graph(self, shape: GraphShape) -> Graph:
         if shape not in self.graphs:

@@ -13,6 +13,7 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from onestem.models.names import Role
 from onestem.models.quantization import SMALL_MODEL
 
 log = logging.getLogger(__name__)
+# Once of a file: its fields are read several times as it is loaded.
+_leave_out = cache(partial(log.warning, "%s: %s: not known here, and left out"))
 
 MOST_FACTORS = 1 << 16  # of RoPE
 
@@ -338,15 +341,10 @@ def _check(path: Path, file: GgufFile, values: Values) -> None:
             f"{path}: {name}.rope.dimension_count is {turned}, supported: that of a head "
             f"({_head_dim(values)})"
         )
-    known = (*ARCHITECTURES[str(name)].fields, *_KNOWN)
-    unknown = [
-        field
-        for field in file.header.fields
-        if field.startswith(f"{name}.")
-        and not field.startswith(tuple(f"{name}.{k}" for k in known))
-    ]
-    if unknown:
-        log.warning("%s: %s: not known here, and left out", path, ", ".join(unknown))
+    known = tuple(f"{name}.{field}" for field in (*ARCHITECTURES[str(name)].fields, *_KNOWN))
+    fields = (field for field in file.header.fields if field.startswith(f"{name}."))
+    if unknown := ", ".join(field for field in fields if not field.startswith(known)):
+        _leave_out(path, unknown)
 
 
 def _rope_scaling(path: Path, file: GgufFile) -> Values | None:

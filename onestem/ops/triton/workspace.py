@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onestem.errors import ConfigError
-from onestem.ops.copies import Staging
+from onestem.ops.copies import HostWords
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.triton.launch import Kernels, States
@@ -58,7 +58,7 @@ class Workspace:
         shape = (self.max_rows, self.kernels.num_q_heads)
         self.lse = torch.empty(shape, dtype=torch.float32, device=device)
         words = (self.max_words,)
-        self._hosts = [Staging.make(words, torch.int32, device) for _ in range(2)]
+        self._hosts = [HostWords.make(words, torch.int32, device) for _ in range(2)]
         self._turn = 0
         self._words = 0
         self._grow: np.ndarray | None = None
