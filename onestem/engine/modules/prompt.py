@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,19 +91,20 @@ class PmlPrompt:
         shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
         jumps = (np.flatnonzero(np.diff(shifts)) + 1).tolist()
         starts = sorted({0, *jumps, *(one.first for one in self.imports)})
-        return (Stretch(at, Label(self._space(at), int(shifts[at]))) for at in starts)
+        spaces = self._spaces(starts)
+        return (Stretch(at, Label(next(spaces), int(shifts[at]))) for at in starts)
 
-    def _space(self, token: int) -> Hashable:
-        """A name for what a token sees that is not on its path."""
-        seen = [one for one in self.imports if one.first <= token]
-        if not seen:
-            return self.salt
+    def _spaces(self, tokens: Iterable[int]) -> Iterator[Hashable]:
+        """Names for what ascending tokens see that is not on their path."""
+        later = sorted(self.imports, key=lambda one: one.first)[::-1]
         digest = hashlib.blake2b(digest_size=16)
-        for one in seen:
-            segment = self.encoded[one.segment]
-            place = f"{segment.position} {one.begin} {one.in_use}"
-            digest.update(f"{segment.key} {place} ".encode())
-        return self.salt, digest.hexdigest()
+        for token in tokens:
+            while later and later[-1].first <= token:
+                one = later.pop()
+                its = self.encoded[one.segment]
+                digest.update(f"{its.key} {its.position} {one.begin} {one.in_use} ".encode())
+            seen = len(later) < len(self.imports)
+            yield (self.salt, digest.hexdigest()) if seen else self.salt
 
     def num_pages(self, page_size: int) -> int:
         """Maximum pages that it takes in an empty cache before its answer begins."""
