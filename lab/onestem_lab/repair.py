@@ -1,14 +1,15 @@
 """What documents cost that are computed once and repaired in each prompt, against whole prompts.
 
     python -m onestem_lab.repair [--model shape:0.5b] [--dtype bfloat16] [--repair 0.2]
-                                 [--parts first orders]
+                                 [--parts first orders library]
 
 `first`: the time to the first token of a prompt of five documents of 1,000 tokens and a question of
 50, whose documents are in KV memory (in other prompts' order) against the same prompt computed
 whole; and the floor: rows that are computed, of rows that the whole prompt has. `orders`: 64
 prompts over 40 documents of 1,000 tokens, five each in random order: tokens computed and requests a
-second, against prefix sharing. The two take turns. Random weights. Written to
-lab/results/repair-MODEL.json.
+second, against prefix sharing. `library`: 64 prompts in PML over ten modules of 1,000 tokens, three
+each, none where it was stored: requests a second, against modules in their places. The two take
+turns. Random weights. Written to lab/results/repair-MODEL.json.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import numpy as np
 from onestem import LLM
 from onestem.pml import Documents
 from onestem.request import ONE_TOKEN, Request, RequestOutput, SamplingParams
+from onestem_lab.pml import LibraryCase, measure_library
 from onestem_lab.results import RESULTS, machine, write
 
+PARTS = ["first", "orders", "library"]
 HEAD, LEAD_IN, TOKENS, QUESTION = 40, 300, 1000, 50
 
 
@@ -130,6 +133,22 @@ def orders(llm: LLM, repair: float, turns: int, size: tuple[int, int, int]) -> d
     }
 
 
+def library(llm: LLM, turns: int) -> dict[str, Any]:
+    """Modules that are all moved, and the same in their places. The first turn warms up."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(turns + 1):
+        for moved in found:
+            case = measure_library(llm, LibraryCase(moved=moved, seed=turn))
+            if turn:
+                found[moved].append(round(case["requests_per_s"], 2))
+    moved, stored = found[True], found[False]
+    return {
+        "requests per second": moved,
+        "in their places, requests per second": stored,
+        "times as fast": round(median(a / b for a, b in zip(moved, stored, strict=True)), 3),
+    }
+
+
 def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     llm = LLM(
         options.model,
@@ -143,6 +162,8 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     if "orders" in options.parts:
         size = (options.prompts, options.documents, options.output)
         yield "orders", orders(llm, options.repair, options.turns, size)
+    if "library" in options.parts:
+        yield "library", library(llm, options.turns)
 
 
 def main() -> None:
@@ -151,7 +172,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repair", type=float, default=0.2)
-    parser.add_argument("--parts", nargs="+", choices=["first", "orders"], default=["first"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:1])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--documents", type=int, default=40)
