@@ -3,7 +3,7 @@
     python -m onestem_lab.beside_vllm --model shape:llama3.1-8b --work 'job 40x16 2000/200/100'
         --work 'samples 64x16 512/512' --work 'exam 10x2000' [--quantization fp8] [--share storage]
         [--repeats 3] [--peer-repeats 2] [--peer-questions 100] [--device cuda] [--deterministic]
-        [--out FILE]
+        [--alone] [--out FILE]
 
 Work, in tokens:
 
@@ -22,7 +22,7 @@ prefix caching, compiled, and the settings that the result holds; then it ends, 
 device. Loading counts for neither, an engine's first job is discarded, a small job of each kind
 goes before the clock, and caches are empty. `--quantization` rounds the weights of both; Onestem
 then runs in 16 bits too, unless `--share` names other modes of sharing that it is to run in beside
-`full`. `--deterministic` is ours and the batch-invariant mode of vLLM. Both have the KV memory of
+`full`, or it is `--alone`. `--deterministic` is ours and the batch-invariant mode of vLLM. Both have the KV memory of
 `--kv-memory`, if it is given. `--wait` imports, and goes on when a line comes on stdin: a driver
 has others prepare while one measures.
 """
@@ -35,9 +35,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -204,8 +203,10 @@ def main() -> None:
             result["vllm"]["settings"]["model"] = options.model  # a path of this machine there
             result["vllm"]["load_seconds"] = time.perf_counter() - began
             for work, found in zip(works, founds, strict=True):
-                runs = repeated(partial(work.run_peer, vllm), options.peer_repeats)
-                found["vllm"] = {"median": medians(runs), "runs": runs}
+                runs: list[dict[str, Any]] = []
+                for _ in range(options.peer_repeats):  # what there is counts where it is ended
+                    runs.append(work.run_peer(vllm))
+                    found["vllm"] = {"median": medians(runs), "runs": runs}
                 tell(f"vLLM {work.name}: {medians(runs):.1f} {work.unit}")
         except OnestemError as error:
             result["peer_error"] = str(error)
@@ -228,7 +229,7 @@ def main() -> None:
             works[0].run(llm)
             for work, found in zip(works, founds, strict=True):
                 work.warm(llm)
-                runs = repeated(partial(work.run, llm), options.repeats)
+                runs = [work.run(llm) for _ in range(options.repeats)]
                 found["engines"][name] = {
                     "median": medians(runs), "load_seconds": loaded, "kv_tokens": llm.kv_tokens,
                     "runs": runs,
@@ -244,6 +245,8 @@ def our_engines(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of ours that differ; the first is compared with all others."""
     kind = options.quantization
     found: dict[str, dict[str, Any]] = {kind or "bfloat16": {"quantization": kind}}
+    if options.alone:
+        return found
     if options.share:
         return found | {share: {"quantization": kind, "share": share} for share in options.share}
     return found | {"bfloat16": {}}
@@ -287,10 +290,6 @@ def wait_for_memory(device: str) -> None:
         time.sleep(0.5)
 
 
-def repeated(run: Callable[[], dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    return [run() for _ in range(count)]
-
-
 def medians(runs: list[dict[str, Any]]) -> float:
     return statistics.median(float(run["rate"]) for run in runs)
 
@@ -317,6 +316,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=work_name, action="append", required=True)
     parser.add_argument("--quantization", help="of both, as fp8")
     parser.add_argument("--share", action="append", default=[], help="another mode of ours")
+    parser.add_argument("--alone", action="store_true", help="one engine of ours")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-memory", default="auto")
     parser.add_argument("--deterministic", action="store_true")

@@ -12,6 +12,7 @@ go on. Those beside vLLM (ONESTEM_VLLM_PYTHON names its interpreter) import thei
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -29,6 +30,19 @@ from onestem_lab.results import RESULTS
 LONG_JOB, WIDE_JOB = "job 40x16 2000/200/100", "job 1x256 8000/64/128"
 TINY = {LONG_JOB: "job 2x3 40/10/4", WIDE_JOB: "job 1x4 60/8/4"}
 TWICE = "--repeats 2 --peer-repeats 1"
+# What vLLM keeps states with: its one cache of prefixes for these ("align"), Triton's kernels for
+# prompts where FlashInfer is not there, and graphs up to the largest batch. Linear layers in fp8
+# as ours, experts in blocks of 128 as they are published, for which vLLM has tuned sizes.
+STATES: dict[str, object] = {
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "compilation_config": {
+        "cudagraph_capture_sizes": [2**n for n in range(8)] + [*range(192, 641, 64)]
+    },
+}
+STATES_FP8 = STATES | {
+    "quantization": "online",
+    "quantization_config": {"linear": "fp8_per_channel", "moe": "fp8_per_block"},
+}
 ONE_STREAM, APART = "job 1x1 0/600/64", "job 256x1 0/512/64"
 TINY |= {ONE_STREAM: "job 1x1 0/16/4", APART: "job 4x1 0/8/4"}
 TINY |= {f"samples 64x16 {size}": "samples 2x3 16/4" for size in ("256/128", "512/512")}
@@ -88,6 +102,21 @@ PARTS = (
     beside("moe", "qwen3-30b-a3b", (LONG_JOB, WIDE_JOB), 190, TWICE),
     beside("windows", "gemma3-12b", (LONG_JOB, WIDE_JOB), 200, TWICE),
     beside("fp8", "llama3.1-8b", (LONG_JOB,), 170, f"--quantization fp8 {TWICE}"),
+    beside(
+        "hybrid",
+        "qwen3.5-9b",
+        (WIDE_JOB, LONG_JOB),
+        280,
+        f"--kv-memory 100GiB --peer-seconds 225 --peer-settings '{json.dumps(STATES)}'",
+    ),
+    beside(
+        "hybrid-moe",
+        "qwen3.6-35b-a3b",
+        (WIDE_JOB, LONG_JOB),
+        260,
+        "--quantization fp8 --alone --kv-memory 90GiB --peer-seconds 195 "
+        f"--peer-settings '{json.dumps(STATES_FP8)}'",
+    ),
     Part(
         "exam-transformers",
         "scores",

@@ -58,10 +58,12 @@ def test_vllm_has_the_whole_of_which_a_text_model_is_a_part(tmp_path):
 
 
 def test_modes_of_sharing_beside_full():
-    options = argparse.Namespace(quantization="fp8", share=["storage"])
+    options = argparse.Namespace(quantization="fp8", share=["storage"], alone=False)
     assert list(beside_vllm.our_engines(options)) == ["fp8", "storage"]
-    options = argparse.Namespace(quantization="fp8", share=[])
+    options.share = []
     assert list(beside_vllm.our_engines(options)) == ["fp8", "bfloat16"]
+    options.alone = True
+    assert list(beside_vllm.our_engines(options)) == ["fp8"]
 
 
 def test_parts_are_commands(tmp_path):
