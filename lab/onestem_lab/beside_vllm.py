@@ -22,9 +22,9 @@ prefix caching, compiled, and the settings that the result holds; then it ends, 
 device. Loading counts for neither, an engine's first job is discarded, a small job of each kind
 goes before the clock, and caches are empty. `--quantization` rounds the weights of both; Onestem
 then runs in 16 bits too, unless `--share` names other modes of sharing that it is to run in beside
-`full`, or it is `--alone`. `--deterministic` is ours and the batch-invariant mode of vLLM. Both have the KV memory of
-`--kv-memory`, if it is given. `--wait` imports, and goes on when a line comes on stdin: a driver
-has others prepare while one measures.
+`full`, or it is `--alone`. `--deterministic` is ours and the batch-invariant mode of vLLM. Both
+have the KV memory of `--kv-memory`, if it is given. `--wait` imports, and goes on when a line comes
+on stdin: a driver has others prepare while one measures.
 """
 
 from __future__ import annotations
