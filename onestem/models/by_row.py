@@ -93,12 +93,12 @@ def in_parts(
     """`multiply(x)`, with `x` `[n, in_features]` in parts of one of the `numbers` of rows each, as
     `numbers_alike` returns them; the last is filled up. Up to `padded_to` rows it always is."""
     if len(x) in numbers:
-        return multiply(_aligned(x))
+        return multiply(aligned(x))
     if not len(x):
         return multiply(x)
     parts, first = [], 0
     for taken, rows in cuts(len(x), numbers, padded_to):
-        part = _aligned(x[first : first + taken])
+        part = aligned(x[first : first + taken])
         part = _padded(part, rows) if rows > taken else part
         parts.append(multiply(part)[:taken])
         first += taken
@@ -132,6 +132,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """`x`, contiguous, at a multiple of `ALIGNED`."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNED == 0 else x.clone()

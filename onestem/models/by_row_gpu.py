@@ -2,9 +2,10 @@
 
 cuBLAS cuts the columns of some weights where rows are few, and walks them in one order otherwise.
 At load each number of rows that steps have (`ROWS`) is compared with the largest, with and without
-a graph's capture. A product then has one of those that agree, padded if need be. Where the first of
-them is beyond `PADDED_TO`, our own kernel multiplies fewer rows, if its bits are the same; else it
-multiplies any number of rows.
+a graph's capture. A product then has one of those that agree, padded if need be. What would be
+padded is multiplied by our own kernels if their bits are the same: a few rows where a weight
+streams, and where the first number is beyond `PADDED_TO`, all fewer ones. Or else they multiply any
+number of rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem.errors import UnsupportedError
-from onestem.models.by_row import INTEGERS, in_parts, made_up
-from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, rows_product
+from onestem.models.by_row import INTEGERS, aligned, in_parts, made_up
+from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, STREAMED, rows_product, streams
 from onestem.ops.triton.tiled import Tiles
 
 # Of a GPU's graphs; steps of more rows have multiples of 256.
@@ -37,6 +38,8 @@ PADDED_TO = 320
 MOST_VALUES = 1 << 28
 
 Multiply = Callable[[Tensor], Tensor]
+Candidates = Sequence[tuple[int, tuple[Tiles, ...]]]
+Own = tuple[tuple[float, Tiles], ...]
 
 
 def padded_rows(rows: int) -> int:
@@ -54,7 +57,7 @@ class Form:
     """
 
     numbers: tuple[int, ...]
-    own: tuple[tuple[float, Tiles], ...] = ()
+    own: Own = ()
 
     def tiles(self, rows: int) -> Tiles | None:
         """Tiles for a number of rows; None: the library's."""
@@ -62,39 +65,45 @@ class Form:
 
 
 def choose_form(
-    library: Multiply, own: Callable[[Tensor, Tiles], Tensor], row: Tensor, ladder: Sequence[int]
+    library: Multiply,
+    own: Callable[[Tensor, Tiles], Tensor],
+    row: Tensor,
+    ladder: Sequence[int],
+    streamed: Candidates = (),
 ) -> Form | None:
     """The form in which `row` `[1, in_features]` of `made_up` has the same bits at all numbers of
-    rows; None: there is none."""
+    rows; None: there is none. streamed: tiles that are better than padding."""
     tried = dict(zip(ladder, _bits(library, row, ladder), strict=True))
     want = tried[ladder[-1]]
     numbers = tuple(rows for rows, bits in tried.items() if want and bits == want)
-    if numbers and numbers[0] <= PADDED_TO:
-        return Form(numbers)
-
-    def agreeing(want: bytes | None, below: float) -> tuple[tuple[float, Tiles], ...] | None:
-        """Tiles of our kernel that give these bits; None: there are none for some numbers."""
-        found, least = [], 0
-        for most, candidates in FEW_ROWS:
-            some = [rows for rows in ladder if least < rows <= most and rows < below]
-            if not some:
-                break
-            alike = (one for one in candidates if set(_bits(with_tiles(one), row, some)) == {want})
-            if (tiles := next(alike, None)) is None:
-                return None
-            found.append((min(most, below - 1), tiles))
-            least = most
-        return tuple(found)
 
     def with_tiles(tiles: Tiles) -> Multiply:
         return lambda x: own(x, tiles)
 
-    if numbers and (few := agreeing(want, numbers[0])) is not None:
-        return Form(numbers, few)
-    some = [rows for rows in ladder if rows > FEW_ROWS[-1][0]] or ladder[-1:]
+    def agreeing(candidates: Candidates, want: bytes | None, below: float) -> Own:
+        """Tiles of our kernels that give these bits."""
+        found, least = [], 0
+        for most, some_tiles in candidates:
+            some = [rows for rows in ladder if least < rows <= most and rows < below]
+            alike = (one for one in some_tiles if set(_bits(with_tiles(one), row, some)) == {want})
+            if some and (tiles := next(alike, None)):
+                found.append((min(most, below - 1), tiles))
+                least = most
+        return tuple(found)
+
+    if numbers and numbers[0] <= PADDED_TO:
+        return Form(numbers, agreeing(streamed, want, numbers[0]))
+    few, most = (*streamed, *FEW_ROWS), FEW_ROWS[-1][0]
+    if numbers:
+        form = Form(numbers, agreeing(few, want, numbers[0]))
+        if all(form.tiles(rows) for rows in ladder if rows < numbers[0] and rows <= most):
+            return form
+    some = [rows for rows in ladder if rows > most] or ladder[-1:]
     (want, *others) = set(_bits(with_tiles(ANY_ROWS), row, some))
-    if want and not others and (few := agreeing(want, math.inf)) is not None:
-        return Form((), (*few, (math.inf, ANY_ROWS)))
+    if want and not others:
+        form = Form((), agreeing(few, want, math.inf))
+        if all(form.tiles(rows) for rows in ladder if rows <= most):
+            return Form((), (*form.own, (math.inf, ANY_ROWS)))
     return Form(numbers) if numbers else None
 
 
@@ -154,6 +163,7 @@ def form_of(
         lambda x, tiles: rows_product(x, weight, added, tiles, torch.float32 if wide else dtype),
         row,
         ladder,
+        STREAMED if streams(shape, dtype, device, offset) else (),
     )
     if made is None:
         raise UnsupportedError(
@@ -168,7 +178,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, *, wide:
     tiles = form.tiles(len(x))
     if tiles is not None:
         dtype = torch.float32 if wide else x.dtype
-        return rows_product(x.contiguous(), weight, bias, tiles, dtype)
+        return rows_product(aligned(x), weight, bias, tiles, dtype)
     return in_parts(
         lambda part: library_product(part, weight, bias, wide=wide), x, form.numbers, ROWS[-1]
     )

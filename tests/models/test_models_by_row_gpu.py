@@ -10,7 +10,7 @@ from torch import Tensor
 from onestem.models.by_row import made_up
 from onestem.models.by_row_gpu import ROWS, choose_form, padded_rows
 from onestem.models.linear import Head, Linear
-from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, rows_product
+from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, STREAMED, rows_product, streams
 from onestem.ops.triton.tiled import Tiles
 from tests.models.test_models_by_row import by_one_sum, in_halves
 from tests.soak import one_in
@@ -19,6 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LADDER = (1, 2, 8, 16, 24, 48, 64, 128, 256, 320, 384, 640)
 FIRST, SECOND = FEW_ROWS[0][1]
 REST = tuple((most, tiles[0]) for most, tiles in FEW_ROWS[1:])
+STREAMS = tuple((most, tiles) for most, (tiles,) in STREAMED)
 
 
 def below(least: int):
@@ -57,9 +58,30 @@ def last(least: int) -> tuple[int, ...]:
     ],
 )
 def test_which_form_is_chosen(library, own, numbers, tiles):
+    check_form(library, own, numbers, tiles, ())
+
+
+@pytest.mark.parametrize(
+    ("library", "own", "numbers", "tiles"),
+    [
+        (below(0), cuts_with(), LADDER, ()),
+        (below(320), cuts_with(), last(320), STREAMS),
+        (below(16), cuts_with(), last(16), STREAMS[:1]),
+        (below(320), cuts_with(STREAMS[1][1]), last(320), (STREAMS[0], *STREAMS[2:])),
+        (below(320), always, last(320), ()),
+        (below(384), cuts_with(), last(384), (*STREAMS, REST[-1])),
+        (below(384), cuts_with(STREAMS[-1][1]), last(384), (*STREAMS[:-1], *REST[1:])),
+        (below(384), always, (), (*STREAMS, REST[-1], (float("inf"), ANY_ROWS))),
+    ],
+)
+def test_which_form_is_chosen_where_weights_stream(library, own, numbers, tiles):
+    check_form(library, own, numbers, tiles, STREAMED)
+
+
+def check_form(library, own, numbers, tiles, streamed):
     row, weight, _ = made_up(33, 48, torch.float32)
     form = choose_form(
-        lambda x: library(x, weight), lambda x, which: own(x, weight, which), row, LADDER
+        lambda x: library(x, weight), lambda x, which: own(x, weight, which), row, LADDER, streamed
     )
     if numbers is None:
         assert form is None
@@ -95,6 +117,22 @@ def test_the_kernel_multiplies(shape, tiles):
         assert (found.double() - want).abs().max() < 1e-4
         rounded = rows_product(*there, tiles, torch.float16).cpu()
         assert torch.equal(rounded, found.half())
+
+
+@pytest.mark.skipif(not streams((64, 64), torch.half, DEVICE, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("most", "tiles"), STREAMS)
+@pytest.mark.parametrize("shape", [(70, 64), (4096, 14336)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_weight_streams(most, tiles, shape, biased):
+    """Sums of small integers are exact."""
+    for rows in (1, most - 1, most):
+        x, weight, bias = (
+            torch.randint(-3, 4, size, device=DEVICE, dtype=torch.bfloat16)
+            for size in ((rows, shape[1]), shape, shape[:1])
+        )
+        found = rows_product(x, weight, bias if biased else None, tiles, torch.float32)
+        want = x.double() @ weight.double().T + (bias.double() if biased else 0)
+        assert torch.equal(found.double(), want)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -71,6 +71,7 @@ PAGES = (
     "tensordesc<bf16[1, 1, 16, 64],"
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 )
+BOXES = PAGES.replace("1, 1, 16", "4, {}").replace("rank=4", "rank=3")
 DELTA = {
     **dict.fromkeys(("q", "k", "v", "out", "weights", "solutions"), "*bf16"),
     **dict.fromkeys(("decay", "beta", "factors", "states"), "*fp32"),
@@ -130,6 +131,12 @@ KERNELS = {
     "grid on Hopper": (
         *("sm90", "grid_rows", 90, GRID),
         {"HEAD_MAJOR": False, "FORM": HEADS},
+        4,
+    ),
+    "streamed": (
+        *("streamed", "_streamed", 90),
+        {**POINTERS, "x": BOXES.format(8), "weight": BOXES.format(32)},
+        {"STAGES": 5, "HAS_BIAS": True, "DEPENDENT": True},
         4,
     ),
     "pages to rows": (
@@ -228,6 +235,7 @@ FEW = {
     "one row",
     "Hopper, few rows",
     "grid on Hopper",
+    "streamed",
     "float8",
     "experts of 4 bits",
 }
@@ -239,6 +247,10 @@ INSTRUCTIONS = {
     "grid on Hopper": (
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
         *("cp.async.cg", "griddepcontrol.launch_dependents", "setmaxnreg"),
+    ),
+    "streamed": (
+        *("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d"),
+        *("griddepcontrol.launch_dependents", "griddepcontrol.wait"),
     ),
     "zeros": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "fma.rn.bf16x2"),
     "one row": (

@@ -1,10 +1,13 @@
 """Products whose sums walk a weight's columns in one order, whatever the number of rows.
 
 A library that cuts columns where rows are few computes rows with other bits there. Here a tile of
-outputs walks all columns, weights on the left, since a few rows fill no tile of tensor cores.
+outputs walks all columns, weights on the left, since a few rows fill no tile of tensor cores. On
+Hopper a few rows have a form of their own (`ops.triton.streamed`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,6 +25,23 @@ FEW_ROWS = (
     (256, (Tiles(64, 128, 1, 4, 4, 64),)),
 )
 ANY_ROWS = Tiles(128, 256, 1, 8, 3, 64)
+
+
+@dataclass(frozen=True)
+class Streamed(Tiles):
+    """Tiles of `streamed_product`."""
+
+
+STREAMED = tuple(
+    (rows, (Streamed(32, rows, 1, 4, stages, 256),))
+    for rows, stages in ((8, 5), (16, 5), (32, 5), (64, 4))
+)
+
+
+def streams(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, offset: int) -> bool:
+    """Whether a weight of a shape, `offset` bytes from a multiple of 64, can be multiplied so."""
+    suits = dtype.itemsize == 2 and shape[1] % 64 == 0 and offset % 16 == 0
+    return suits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -55,6 +75,11 @@ def rows_product(
     dtype: `[n, num_out]` in a dtype, rounded once."""
     (rows, size), num_out = x.shape, len(weight)
     out = torch.empty(rows, num_out, dtype=dtype, device=x.device)
+    if isinstance(tiles, Streamed):
+        from onestem.ops.triton.streamed import streamed_product
+
+        streamed_product(x, weight, bias, tiles, out)
+        return out
     stage = (tiles.out + tiles.rows) * tiles.columns * x.itemsize
     tiles = fitting(tiles, stage, x.device)
     if rows:

@@ -25,3 +25,12 @@ def viewed(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexp
         return memory._reinterpret(dtype, shape, layout)
     else:  # noqa: RET505 - one of these is compiled
         return memory.reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def without_first(memory):
+    """Memory `[n, ...]` from its second part on, to be `viewed`."""
+    if IS_PRIVATE:
+        return memory.index(1)
+    else:  # noqa: RET505 - one of these is compiled
+        return memory.slice(1, memory.shape[0] - 1)
