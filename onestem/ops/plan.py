@@ -218,8 +218,8 @@ class PlanBuilder:
         moved = [none if self._behind is None else self._behind.moved]
         first = num_rows + len(moved[0])
         for shift, spans in self._shifted.items():
-            shown = [np.arange(row, row + rows, dtype=np.int32) for row, rows, *_ in spans]
-            sources = np.unique(np.concatenate(shown))
+            shown = [np.arange(row, row + rows) for row, rows, *_ in spans]
+            sources = np.flatnonzero(np.bincount(np.concatenate(shown))).astype(np.int32)
             for row, rows, run, start, end, step in spans:
                 row = first + int(np.searchsorted(sources, row))
                 self._spans.append((row, rows, run, start, end, step))

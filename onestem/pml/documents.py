@@ -9,7 +9,7 @@ InfoFlow-KV and ProphetKV).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,21 +93,18 @@ class DocumentsPrompt(CompiledPrompt):
             hidden[start:end] = True
         return replace(self, segments=tuple(_segments(self.ids, self.documents, hidden)))
 
-    def _chosen(self, attended: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Blocks, as ranges of the prompt's tokens: those that the question attends to most, the
-        earlier of equal ones."""
+    def _chosen(self, attended: np.ndarray) -> np.ndarray:
+        """Blocks, as ranges of the prompt's tokens `[n, 2]`: those that the question attends to
+        most, the earlier of equal ones."""
         blocks = [
             (start, min(start + BLOCK, segment.end))
             for segment in self._behind_first
             for start in range(segment.position, segment.end, BLOCK)
         ]
-        blocks.sort(key=lambda one: (-float(attended[slice(*one)].mean()), one))
-        left = self.num_repaired
-        for start, end in blocks:
-            if end - start > left:
-                break
-            left -= end - start
-            yield start, end
+        ranges = np.array(blocks, np.int64).reshape(-1, 2)
+        sums = np.add.reduceat(np.append(attended, 0.0), ranges.ravel())[::2]
+        ranges = ranges[np.argsort(-sums / np.diff(ranges)[:, 0], kind="stable")]
+        return ranges[np.diff(ranges)[:, 0].cumsum() <= self.num_repaired]
 
 
 def with_documents(ids: Sequence[int] | np.ndarray, documents: Documents) -> DocumentsPrompt:

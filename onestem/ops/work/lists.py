@@ -42,6 +42,8 @@ LEAVES, GOES_ON = 1, 2  # `Hand` in csrc/attention.h
 
 SIMILAR = 8  # steps whose rows and tokens differ by at most this part keep a `Choice`
 KEPT_LISTS = 16  # work lists made with a choice before it is compared again
+# Of what atoms see, where rows are moved: with more, a list takes longer to make than it may save.
+MOST_COMPARED = 4096
 
 
 class ListTooLong(ConfigError):
@@ -307,7 +309,8 @@ class _Drafts:
         model = cost if kept is None or kept.multiply else small
         groups = self.grouped(model)
         draft = self.drafted(groups, model)
-        if not cost.together or draft.num_states == 0 or seen == draft.walked:
+        few = len(pairs.span) <= MOST_COMPARED or not len(self.plan.moved)
+        if not cost.together or not few or draft.num_states == 0 or seen == draft.walked:
             return draft, None
         different = _different_tokens(pairs)
 
