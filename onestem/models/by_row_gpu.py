@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onestem.errors import UnsupportedError
 from onestem.models.by_row import INTEGERS, aligned, in_parts, made_up
-from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, STREAMED, rows_product, streams
+from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, rows_product, streamed_tiles
 from onestem.ops.triton.tiled import Tiles
 
 # Of a GPU's graphs; steps of more rows have multiples of 256.
@@ -163,7 +163,7 @@ def form_of(
         lambda x, tiles: rows_product(x, weight, added, tiles, torch.float32 if wide else dtype),
         row,
         ladder,
-        STREAMED if streams(shape, dtype, device, offset) else (),
+        streamed_tiles(shape, dtype, device, offset),
     )
     if made is None:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from onestem.models.by_row import made_up
 from onestem.models.by_row_gpu import ROWS, choose_form, padded_rows
 from onestem.models.linear import Head, Linear
-from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, STREAMED, rows_product, streams
+from onestem.ops.triton.few_rows import ANY_ROWS, FEW_ROWS, STREAMED, rows_product, streamed_tiles
 from onestem.ops.triton.tiled import Tiles
 from tests.models.test_models_by_row import by_one_sum, in_halves
 from tests.soak import one_in
@@ -69,9 +69,9 @@ def test_which_form_is_chosen(library, own, numbers, tiles):
         (below(16), cuts_with(), last(16), STREAMS[:1]),
         (below(320), cuts_with(STREAMS[1][1]), last(320), (STREAMS[0], *STREAMS[2:])),
         (below(320), always, last(320), ()),
-        (below(384), cuts_with(), last(384), (*STREAMS, REST[-1])),
-        (below(384), cuts_with(STREAMS[-1][1]), last(384), (*STREAMS[:-1], *REST[1:])),
-        (below(384), always, (), (*STREAMS, REST[-1], (float("inf"), ANY_ROWS))),
+        (below(384), cuts_with(), last(384), STREAMS),
+        (below(384), cuts_with(STREAMS[-1][1]), last(384), (*STREAMS[:-1], REST[-1])),
+        (below(384), always, (), (*STREAMS, (float("inf"), ANY_ROWS))),
     ],
 )
 def test_which_form_is_chosen_where_weights_stream(library, own, numbers, tiles):
@@ -119,7 +119,9 @@ def test_the_kernel_multiplies(shape, tiles):
         assert torch.equal(rounded, found.half())
 
 
-@pytest.mark.skipif(not streams((64, 64), torch.half, DEVICE, 0), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not streamed_tiles((64, 64), torch.half, DEVICE, 0), reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize(("most", "tiles"), STREAMS)
 @pytest.mark.parametrize("shape", [(70, 64), (4096, 14336)])
 @pytest.mark.parametrize("biased", [False, True])

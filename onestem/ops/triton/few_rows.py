@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.triton.tiled import Tiles, fitting, store_tile, sum_columns, tile_of
+from onestem.ops.triton.tiled import Tiles, fitting, num_sms, store_tile, sum_columns, tile_of
 
 # Maximum rows, and tiles for them. The first ones are multiplied by other instructions than the
 # others, of which more programs share a weight.
@@ -32,16 +32,34 @@ class Streamed(Tiles):
     """Tiles of `streamed_product`."""
 
 
-STREAMED = tuple(
-    (rows, (Streamed(32, rows, 1, 4, stages, 256),))
-    for rows, stages in ((8, 5), (16, 5), (32, 5), (64, 4))
+# Those above 64 rows do not wait for the weight, but for what a multiprocessor takes in.
+STREAMED = (
+    (8, (Streamed(32, 8, 1, 4, 5, 256),)),
+    (16, (Streamed(32, 16, 1, 4, 5, 256),)),
+    (32, (Streamed(32, 32, 1, 4, 5, 256),)),
+    (64, (Streamed(32, 64, 1, 4, 4, 256),)),
+    (128, (Streamed(32, 128, 1, 4, 5, 128),)),
+    (256, (Streamed(64, 128, 1, 4, 4, 128),)),
 )
 
 
-def streams(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, offset: int) -> bool:
-    """Whether a weight of a shape, `offset` bytes from a multiple of 64, can be multiplied so."""
+def streamed_tiles(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, offset: int
+) -> tuple[tuple[int, tuple[Streamed, ...]], ...]:
+    """Those of `STREAMED` for a weight of a shape, `offset` bytes from a multiple of 64."""
     suits = dtype.itemsize == 2 and shape[1] % 64 == 0 and offset % 16 == 0
-    return suits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if not suits or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return ()
+
+    def programs(most: int, tiles: Streamed) -> int:
+        return triton.cdiv(shape[0], tiles.out) * triton.cdiv(most, tiles.rows)
+
+    sms = num_sms(device)
+    return tuple(
+        (most, some)
+        for most, some in STREAMED
+        if most <= 64 or 0.75 * sms <= programs(most, *some) <= sms
+    )
 
 
 @triton.jit(do_not_specialize=("num_rows",))
