@@ -112,6 +112,7 @@ def _walk_item(
     head,
     inputs,
     part_weights,
+    left,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,8 +120,9 @@ def _walk_item(
     HEAD_MAJOR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Walk one item for one KV head. FEW: it is in one segment, and all tiles are masked; it may go
-    on from a state that another has left."""
+    """Walk one item for one KV head; return `left`, how many had left states when the program last
+    looked: a look orders memory. FEW: it is in one segment, and all tiles are masked; it may go on
+    from a state that another has left."""
     EXACT: tl.constexpr = inputs.q.dtype.element_ty == tl.float32
     num_walk = tl.load(record + W.NUM_WALK)
     more = control + tl.load(control + W.AT_WALK) + tl.load(record + W.WALK_START) * W.ENTRY
@@ -155,7 +157,6 @@ def _walk_item(
         handed = tl.load(record + W.HANDED)
         if handed > 0:
             awaited = tl.load(record + W.AWAITED)
-            left = tl.atomic_add(control + W.LEFT, 0)
             while left < awaited:
                 left = tl.atomic_add(control + W.LEFT, 0)
             place = (handed - 1).to(tl.int64) * num_heads + q_head
@@ -239,13 +240,14 @@ def _walk_item(
         if tl.load(record + W.HANDED) < 0:
             tl.debug_barrier()  # all threads have stored
             tl.atomic_add(control + W.LEFT, 2)  # halves: see `WorkList.records`
+    return left
 
 
 @triton.jit
 def _take(control, num_works, KIND: tl.constexpr):
     """The next work of a counter. After its last works each program takes one that is none: the
     last of these can reset the counter, and nothing waits for states any more."""
-    work = tl.atomic_add(control + W.GRID_QUEUE + KIND, 1)
+    work = tl.atomic_add(control + W.GRID_QUEUE + KIND, 1, sem="relaxed")
     if work == num_works + tl.num_programs(0) - 1:
         tl.store(control + W.GRID_QUEUE + KIND, 0)
         if KIND == 0:
@@ -297,14 +299,14 @@ def grid_kernel(
         records += num_items * W.RECORD
         num_items, wider = wider, 0
     num_works = num_items * FORM.num_kv_heads
-    work = tl.program_id(0)
+    work, left = tl.program_id(0), 0
     is_counted = (num_works > tl.num_programs(0)) | ((wider > 0) & (num_works > 0))
     if is_counted:
         work = _take(control, num_works, KIND)
     while work < num_works:
         record = records + (work // FORM.num_kv_heads) * W.RECORD
-        _walk_item(
-            control, record, work % FORM.num_kv_heads, inputs, part_weights, BLOCK_M, BLOCK_N,
+        left = _walk_item(
+            control, record, work % FORM.num_kv_heads, inputs, part_weights, left, BLOCK_M, BLOCK_N,
             STAGES, FEW, HEAD_MAJOR, FORM,
         )  # fmt: skip
         if is_counted:
