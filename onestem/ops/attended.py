@@ -11,29 +11,32 @@ from onestem.ops.scores import Scores
 def attended(
     q: Tensor, k: Tensor, lse: Tensor, scores: Scores, distance: Tensor | None = None
 ) -> Tensor:
-    """The weights that rows give to tokens, summed over rows and heads.
+    """The weights that rows give to tokens, summed over rows and heads, in each of some parts.
 
     Args:
-        q: `[num_rows, num_q_heads, head_dim]`, rotated to where the rows see the tokens from.
-        k: `[num_tokens, num_kv_heads, head_dim]`, as stored.
-        lse: float32 `[num_rows, num_q_heads]`, of all that each row sees, natural log.
-        distance: int64 `[num_rows, num_tokens]`, position of the token less the row's; only
-            ALiBi asks for it.
+        q: `[num_parts, num_rows, num_q_heads, head_dim]`, rotated to where the rows see the tokens
+            from.
+        k: `[num_parts, num_tokens, num_kv_heads, head_dim]`, as stored.
+        lse: float32 `[num_parts, num_rows, num_q_heads]`, of all that each row sees, natural log;
+            infinite: it counts for nothing.
+        distance: int64 `[num_parts, num_rows, num_tokens]`, position of the token less the row's;
+            only ALiBi asks for it.
 
     Returns:
-        float32 `[num_tokens]`, each from 0 to `num_rows * num_q_heads`.
+        float32 `[num_parts, num_tokens]`, each from 0 to `num_rows * num_q_heads`.
     """
-    rows, heads, size = q.shape
-    num_kv_heads = k.shape[1]
-    # [num_kv_heads, rows * group, head_dim] times [num_kv_heads, head_dim, num_tokens]
-    grouped = (q.float() * scores.factor(size)).view(rows, num_kv_heads, -1, size).transpose(0, 1)
-    products = torch.bmm(grouped.reshape(num_kv_heads, -1, size), k.float().permute(1, 2, 0))
-    weights = products.view(num_kv_heads, rows, heads // num_kv_heads, -1)
+    parts, rows, heads, size = q.shape
+    num_kv_heads = k.shape[2]
+    # [parts * num_kv_heads, rows * group, head_dim] times [.., head_dim, num_tokens]
+    grouped = (q.float() * scores.factor(size)).view(parts, rows, num_kv_heads, -1, size)
+    asked = grouped.transpose(1, 2).reshape(parts * num_kv_heads, -1, size)
+    products = torch.bmm(asked, k.float().permute(0, 2, 3, 1).flatten(0, 1))
+    weights = products.view(parts, num_kv_heads, rows, heads // num_kv_heads, -1)
     if scores.softcap is not None:
         weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if scores.alibi_slopes is not None:
         assert distance is not None
         slopes = scores.alibi_slopes.view(num_kv_heads, 1, -1, 1)
-        weights.add_(slopes * distance[None, :, None])
-    weights.sub_(lse.view(rows, num_kv_heads, -1).transpose(0, 1).unsqueeze(-1)).exp_()
-    return weights.sum((0, 1, 2))
+        weights.add_(slopes * distance[:, None, :, None])
+    weights.sub_(lse.view(parts, rows, num_kv_heads, -1).transpose(1, 2).unsqueeze(-1)).exp_()
+    return weights.sum((1, 2, 3))

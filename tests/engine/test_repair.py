@@ -138,6 +138,13 @@ def test_a_repaired_prompt_is_found_again(tiny):
     assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 1
 
 
+def test_questions_of_other_lengths_in_one_step(tiny):
+    asked = [QUESTION, QUESTION[:2], [*QUESTION, *QUESTION]]
+    orders = ((0, 1, 2, 3), (3, 2, 1), (1, 3, 0, 2))
+    pairs = zip(orders, asked, strict=True)
+    check(tiny("llama"), [prompt_of(order, 0.3, one) for order, one in pairs], max_step_tokens=900)
+
+
 def test_a_document_ends_the_prompt(tiny):
     engine, _ = check(tiny("llama"), [prompt_of((0, 1, 2), 0.5, ()), prompt_of((1, 0), 0.2, ())])
     assert_idle(engine)

@@ -13,7 +13,9 @@ from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, Scores
 from onestem.ops.attended import attended
-from onestem.ops.kv import read_kv, slot_index
+from onestem.ops.kv import read_kv
+
+MOST_PADDED = 2**20  # rows times tokens that a product has: 128 MiB of weights, of 32 heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,33 +63,88 @@ class Watched:
     """
 
     def __init__(self, choices: Seq[ChoiceRows], plan: AttentionPlan, device: torch.device) -> None:
-        moved = {(int(row), int(shift)): i for i, (row, shift) in enumerate(plan.moved)}
-        self._parts: list[tuple[Tensor, Tensor, Tensor | slice, Tensor]] = []
+        runs = []
         for one in choices:
             rows = np.arange(one.first, one.first + one.rows)
             for run in one.seen:
                 queries = rows
                 if run.shift:
-                    queries = np.array([moved[row, run.shift] for row in rows.tolist()])
-                    queries = queries + plan.num_rows
+                    moved = np.flatnonzero(plan.moved[:, 1] == run.shift)
+                    queries = moved[np.searchsorted(plan.moved[moved, 0], rows)] + plan.num_rows
                 slots = run.run.slots(run.begin, run.in_use)
                 place = np.arange(run.position + run.begin, run.position + run.in_use)
-                distance = place - plan.row_position[rows].astype(np.int64)[:, None]
-                self._parts.append(
-                    (
-                        torch.from_numpy(queries).to(device),
-                        torch.from_numpy(rows).to(device),
-                        slot_index(slots, device),
-                        torch.from_numpy(distance).to(device),
-                    )
-                )
-        self.total = torch.zeros(sum(one.num_seen for one in choices), device=device)
+                runs.append((slots, place, queries, rows, plan.row_position[rows]))
+        order = sorted(range(len(runs)), key=lambda i: len(runs[i][0]))
+        self._parts: list[_Part] = []
+        at, places = 0, [np.zeros(0, np.int64)] * len(runs)
+        while order:
+            shortest, fitting = len(runs[order[0]][0]), 0
+            while fitting < len(order):
+                slots, *_, rows, _ = runs[order[fitting]]
+                size = (fitting + 1) * len(slots) * len(rows)
+                if fitting and (len(slots) > 2 * shortest or size > MOST_PADDED):
+                    break
+                fitting += 1
+            taken, order = order[:fitting], order[fitting:]
+            part = _Part.of([runs[i] for i in taken], device)
+            self._parts.append(part)
+            for i in taken:
+                places[i] = at + np.arange(len(runs[i][0]))
+                at += part.sums.shape[1]
+        self._places = torch.from_numpy(np.concatenate(places)).to(device)
+
+    @property
+    def total(self) -> Tensor:
+        """float32 `[n]`, of one choice's tokens after the other's."""
+        return torch.cat([part.sums.flatten() for part in self._parts])[self._places]
 
     def add(self, q: Tensor, k_pages: Tensor, lse: Tensor, scores: Scores) -> None:
         """Add a layer's weights. `q` `[num_queries, num_q_heads, head_dim]`; `lse`
         `[num_rows, num_q_heads]`."""
-        at = 0
-        for queries, rows, slots, distance in self._parts:
-            part = attended(q[queries], read_kv(k_pages, slots), lse[rows], scores, distance)
-            self.total[at : at + len(part)] += part
-            at += len(part)
+        for part in self._parts:
+            part.add(q, k_pages, lse, scores)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Runs of about the same length and the rows that see them, in few operations: arrays are
+    filled up with their last value.
+
+    Attributes:
+        slots, places: int64 `[num_runs, num_tokens]`, of tokens, in memory and in the prompts.
+        queries, rows, positions: int64 `[num_runs, num_rows]`, of rows.
+        filled: bool `[num_runs, num_rows]`: what is no row of its own.
+        sums: float32 `[num_runs, num_tokens]`.
+    """
+
+    slots: Tensor
+    places: Tensor
+    queries: Tensor
+    rows: Tensor
+    positions: Tensor
+    filled: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, runs: Seq[tuple[np.ndarray, ...]], device: torch.device) -> _Part:
+        columns = [_filled(column, device) for column in zip(*runs, strict=True)]
+        rows = np.array([len(one[2]) for one in runs])
+        filled = torch.from_numpy(np.arange(rows.max()) >= rows[:, None]).to(device)
+        sums = torch.zeros(columns[0].shape, device=device)
+        return cls(*columns, filled, sums)
+
+    def add(self, q: Tensor, k_pages: Tensor, lse: Tensor, scores: Scores) -> None:
+        distance = None
+        if scores.alibi_slopes is not None:
+            distance = self.places[:, None] - self.positions[..., None]
+        seen = lse[self.rows].masked_fill(self.filled[..., None], torch.inf)
+        self.sums.add_(
+            attended(q[self.queries], read_kv(k_pages, self.slots), seen, scores, distance)
+        )
+
+
+def _filled(arrays: Seq[np.ndarray], device: torch.device) -> Tensor:
+    """int64 `[len(arrays), longest]`."""
+    longest = max(map(len, arrays))
+    made = [np.pad(one, (0, longest - len(one)), mode="edge") for one in arrays]
+    return torch.from_numpy(np.stack(made).astype(np.int64)).to(device)
