@@ -111,27 +111,26 @@ class _Part:
     filled up with their last value.
 
     Attributes:
+        sums: float32 `[num_runs, num_tokens]`.
+        filled: bool `[num_runs, num_rows]`: what is no row of its own.
         slots, places: int64 `[num_runs, num_tokens]`, of tokens, in memory and in the prompts.
         queries, rows, positions: int64 `[num_runs, num_rows]`, of rows.
-        filled: bool `[num_runs, num_rows]`: what is no row of its own.
-        sums: float32 `[num_runs, num_tokens]`.
     """
 
+    sums: Tensor
+    filled: Tensor
     slots: Tensor
     places: Tensor
     queries: Tensor
     rows: Tensor
     positions: Tensor
-    filled: Tensor
-    sums: Tensor
 
     @classmethod
     def of(cls, runs: Seq[tuple[np.ndarray, ...]], device: torch.device) -> _Part:
-        columns = [_filled(column, device) for column in zip(*runs, strict=True)]
+        slots, *others = (_filled(column, device) for column in zip(*runs, strict=True))
         rows = np.array([len(one[2]) for one in runs])
         filled = torch.from_numpy(np.arange(rows.max()) >= rows[:, None]).to(device)
-        sums = torch.zeros(columns[0].shape, device=device)
-        return cls(*columns, filled, sums)
+        return cls(torch.zeros(slots.shape, device=device), filled, slots, *others)
 
     def add(self, q: Tensor, k_pages: Tensor, lse: Tensor, scores: Scores) -> None:
         distance = None
