@@ -66,7 +66,7 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         device = pick_device(options.device)
         dtype = pick_dtype(options.dtype, config, device)
         check_ranks(options, config)
-        check_deterministic(options, config, device)
+        check_deterministic(options, config)
         # Before the weights: it may be refused.
         tokenizer = Tokenizer.from_directory(path, options.template_text)
         team = opened.enter_context(closing(Team(size, device))) if size > 1 else None
@@ -271,7 +271,7 @@ def check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         part_of(config, Ranks(0, options.tensor_parallel_size, None))
 
 
-def check_deterministic(options: EngineOptions, config: ModelConfig, device: torch.device) -> None:
+def check_deterministic(options: EngineOptions, config: ModelConfig) -> None:
     """Raise `UnsupportedError` where `deterministic` is asked for, and bits would depend on more
     than a position's tokens."""
     if not options.deterministic:
@@ -282,11 +282,6 @@ def check_deterministic(options: EngineOptions, config: ModelConfig, device: tor
         (stored is not None, f"weights are quantised ({stored})", "take 16-bit or float32 weights"),
         (config.experts is not None, "the model has experts", "take a dense model"),
         (options.share == "no-attention", "share is no-attention", "use full"),
-        (
-            config.delta is not None and device.type != "cpu",
-            f"layers keep recurrent states on {device}",
-            "take a CPU, or a model with attention",
-        ),
     ]
     for is_so, what, way_out in refused:
         if is_so:
