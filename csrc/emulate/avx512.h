@@ -123,17 +123,18 @@ inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
   };
   return emulated::integers(emulated::whole(sums(x.low, y.low), sums(x.high, y.high)));
 }
-// Words of `x` by the low five bits of each index.
-inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i x) {
-  const auto at = __builtin_bit_cast(emulated::v32hu, index);
-  const auto from = __builtin_bit_cast(emulated::v32hu, x);
-  emulated::v32hu out{};
-  for (int i = 0; i < 32; ++i) out[i] = from[at[i] & 31];
+// Words of `a`, then of `b`, by the low five bits of each index.
+inline __m512i _mm512_permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
+  emulated::v16su out{};
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t at = emulated::words(index)[i];
+    out[i] = emulated::words(at & 16 ? b : a)[at & 15];
+  }
   return emulated::integers(out);
 }
-inline __m512i _mm512_broadcast_i64x4(__m256i x) {
-  const __m256 half = _mm256_castsi256_ps(x);
-  return emulated::integers(emulated::whole(half, half));
+inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 x) {
+  const __m512i words = emulated::integers(x);
+  return emulated::floats(_mm512_permutex2var_epi32(words, index, words));
 }
 inline __m512i _mm512_broadcast_i32x4(__m128i x) {
   const __m256 half = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(x));
@@ -204,16 +205,6 @@ inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
   const emulated::v16su x = emulated::words(a), y = emulated::words(b);
   return emulated::integers(emulated::v16su{x[2], y[2], x[3], y[3], x[6], y[6], x[7], y[7], x[10],
                                             y[10], x[11], y[11], x[14], y[14], x[15], y[15]});
-}
-// Quarters by two bits each: two of `a`, then two of `b`.
-inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int control) {
-  const emulated::v8lu x = emulated::pairs(a), y = emulated::pairs(b);
-  emulated::v8lu out{};
-  for (int i = 0; i < 4; ++i) {
-    const int quarter = control >> 2 * i & 3;
-    for (int j = 0; j < 2; ++j) out[2 * i + j] = (i < 2 ? x : y)[2 * quarter + j];
-  }
-  return emulated::integers(out);
 }
 
 // Towards zero; what an int32 does not hold becomes the lowest one.
@@ -328,11 +319,6 @@ inline int _mm512_reduce_add_epi32(__m512i x) {
   uint32_t sum = 0;
   for (int i = 0; i < 16; ++i) sum += emulated::words(x)[i];
   return static_cast<int>(sum);
-}
-inline __m512 _mm512_setr_ps(float a, float b, float c, float d, float e, float f, float g,
-                             float h, float i, float j, float k, float l, float m, float n,
-                             float o, float p) {
-  return __m512{a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
 }
 inline float _mm512_reduce_max_ps(__m512 x) {
   const emulated::Halves h = emulated::halves(x);

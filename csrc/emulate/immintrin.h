@@ -19,7 +19,6 @@
 #undef _mm512_insertf32x4
 #undef _mm512_reduce_ps
 #undef _mm512_scalef_ps
-#undef _mm512_shuffle_i32x4
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi16
 #undef _mm512_srli_epi32

@@ -1,6 +1,7 @@
-// Products of many rows with weights of 8 and 4 bits by tiles (AMX). Weights are the left operand, 16
-// outputs to a tile as they stand; rows the right one, 16 to a panel. Bytes of channels are multiplied
-// where they are. Values of groups become bf16 in a buffer first, and rows are bf16.
+// Products of many rows with weights of 8 and 4 bits by tiles (AMX), 16 outputs and 16 rows, a panel, to
+// a tile. Bytes of channels are the left operand, multiplied where they are. Values of groups become bf16
+// in a buffer, and are the right operand: pairs of inputs of outputs side by side, as codes stand. Those
+// of the next pair of blocks are made while tiles multiply the one before: other ports do that.
 #pragma once
 
 namespace onestem::ONESTEM_ISA {
@@ -16,8 +17,8 @@ inline int32_t num_panels(const LinearCall& call) {
   return static_cast<int32_t>((call.rows + 15) / 16);
 }
 
-// What the two ways share. `Way` has kSteps, tiles of a chunk; `left`, which gives the tiles of a pair's
-// next inputs; `multiply`; and `finish`.
+// What the two ways share. `Way` has kSteps, tiles of a chunk; `Weights`, which `take` the tiles of a
+// pair's next inputs, and in kSlices for a chunk make `some` of those that follow; `dot`; and `finish`.
 template <class Way>
 struct LinearAmx {
   static int64_t tiles(const PackedCodes& w) { return int64_t{w.chunks} * Way::kSteps; }
@@ -50,24 +51,30 @@ struct LinearAmx {
   static void multiply(const LinearCall& call, int32_t begin, int32_t end, char* scratch) {
     const PackedCodes& w = call.weight;
     const int32_t step = Way::kPassChunks, panels = num_panels(call);
-    char* buffer = scratch + sums_bytes(call);
+    typename Way::Weights weights(w, begin, end, scratch + sums_bytes(call));
+    // For each step of tiles, so that all are made by the last.
+    const int32_t slices = (2 * Way::kSlices + (panels + 1) / 2 * Way::kSteps - 1) /
+                           ((panels + 1) / 2 * Way::kSteps);
     static constexpr TileConfig config;
     _tile_loadconfig(&config);
     for (int32_t c = 0; c < w.chunks; c += step) {
       const int32_t count = smaller(step, w.chunks - c);
       for (int32_t pair = begin; pair < end; ++pair) {
-        const char* left = Way::left(w, pair, c, count, buffer);
+        const char* tiles = weights.take(pair, c);
         char* sums = scratch + int64_t{pair - begin} * 2 * kTileBytes * (panels + 1);
-        const int64_t block = Way::left_stride(w);
+        const int64_t block = Way::stride(w);
+        const auto made = [&] {
+          for (int32_t i = 0; i < slices; ++i) weights.some();
+        };
         finish_stores();
         for (int32_t p = 0; p < panels; p += 2) {
           const char* rows = panel_at(call, p) + int64_t{c} * Way::kSteps * kTileBytes;
           char* to = sums + p * 2 * kTileBytes;
           const int32_t n = count * Way::kSteps;
           if (p + 1 < panels) {
-            pass<2>(left, block, rows, panel_bytes(w), n, c == 0, to);
+            pass<2>(tiles, block, rows, panel_bytes(w), n, c == 0, to, made);
           } else {
-            pass<1>(left, block, rows, 0, n, c == 0, to);
+            pass<1>(tiles, block, rows, 0, n, c == 0, to, made);
           }
         }
       }
@@ -86,10 +93,10 @@ struct LinearAmx {
   }
 
  private:
-  // Two blocks times one or two panels; `n` tiles deep.
-  template <int PANELS>
-  static void pass(const char* left, int64_t block, const char* rows, int64_t panel, int32_t n,
-                   bool first, char* sums) {
+  // Two blocks times one or two panels; `n` tiles deep. At each `beside` does what other ports can.
+  template <int PANELS, class Beside>
+  static void pass(const char* weights, int64_t block, const char* rows, int64_t panel, int32_t n,
+                   bool first, char* sums, Beside beside) {
     if (first) {
       _tile_zero(0);
       _tile_zero(2);
@@ -105,17 +112,18 @@ struct LinearAmx {
         _tile_loadd(3, sums + 3 * kTileBytes, 64);
       }
     }
-    for (int32_t i = 0; i < n; ++i, left += kTileBytes, rows += kTileBytes) {
-      _tile_loadd(4, left, 64);
+    for (int32_t i = 0; i < n; ++i, weights += kTileBytes, rows += kTileBytes) {
+      _tile_loadd(4, weights, 64);
       _tile_loadd(6, rows, 64);
       Way::template dot<0>();
       if constexpr (PANELS == 2) {
         _tile_loadd(7, rows + panel, 64);
         Way::template dot<1>();
       }
-      _tile_loadd(5, left + block, 64);
+      _tile_loadd(5, weights + block, 64);
       Way::template dot<2>();
       if constexpr (PANELS == 2) Way::template dot<3>();
+      beside();
     }
     _tile_stored(0, sums, 64);
     _tile_stored(2, sums + 2 * kTileBytes, 64);
@@ -136,18 +144,14 @@ inline void pack_columns(const uint32_t* from, int64_t stride, int64_t words, ch
   }
 }
 
-// Sums [16 outputs][16 rows], to the rows.
+// Sums [16 rows][16 outputs], to the rows.
 template <class T>
-inline void store_columns(const LinearCall& call, int32_t block, int32_t panel, const float* sums,
-                          bool scaled) {
-  alignas(64) float rows[16][16];
-  for (int i = 0; i < 16; i += 8) {
-    for (int j = 0; j < 16; j += 8) transpose8(sums + i * 16 + j, 16, &rows[j][i], 16);
-  }
+inline void store_rows(const LinearCall& call, int32_t block, int32_t panel, const float* sums,
+                       bool scaled) {
   const int64_t first = int64_t{panel} * 16;
   const int64_t count = call.rows - first < 16 ? call.rows - first : 16;
   for (int64_t i = 0; i < count; ++i) {
-    store_sixteen<T>(call, first + i, block * 16, rows[i], scaled);
+    store_sixteen<T>(call, first + i, block * 16, sums + 16 * i, scaled);
   }
 }
 
@@ -155,12 +159,20 @@ struct AmxChannels : LinearAmx<AmxChannels> {
   static constexpr int32_t kSteps = 1;
   static constexpr int32_t kPassChunks = kPassBytes / kCodeBytes;
 
+  static constexpr int32_t kSlices = 0;
+
+  struct Weights {
+    const PackedCodes& w;
+    Weights(const PackedCodes& w, int32_t, int32_t, char*) : w(w) {}
+    const char* take(int32_t pair, int32_t chunk) {
+      const uint8_t* at = w.codes + 2 * pair * block_bytes(w) + int64_t{chunk} * kTileBytes;
+      return reinterpret_cast<const char*>(at);
+    }
+    void some() {}
+  };
+
   static size_t buffer_bytes() { return 64; }
-  static int64_t left_stride(const PackedCodes& w) { return block_bytes(w); }
-  static const char* left(const PackedCodes& w, int32_t pair, int32_t chunk, int32_t, char*) {
-    const uint8_t* at = w.codes + 2 * pair * block_bytes(w) + int64_t{chunk} * kTileBytes;
-    return reinterpret_cast<const char*>(at);
-  }
+  static int64_t stride(const PackedCodes& w) { return block_bytes(w); }
   // Compilers want numbers of tiles to be written out.
   template <int SUMS>
   static void dot() {
@@ -201,35 +213,38 @@ struct AmxChannels : LinearAmx<AmxChannels> {
       const vi exact = subtract(load(reinterpret_cast<const int32_t*>(sums) + o * 16), offsets);
       store(scaled[o], to_float(exact) * load(scales));
     }
-    store_columns<T>(call, block, panel, scaled[0], true);
+    alignas(64) float rows[16][16];
+    for (int i = 0; i < 16; i += 8) {
+      for (int j = 0; j < 16; j += 8) transpose8(&scaled[i][j], 16, &rows[j][i], 16);
+    }
+    store_rows<T>(call, block, panel, rows[0], true);
   }
 };
 
-// Sixteen rows of 64 bytes as columns of words.
-inline void turn_words(const uint8_t* codes, uint8_t* to) {
-  vi fours[4][4];  // [rows 4q..][word % 4]: a word of four rows in each quarter
-#pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) {
-    const uint8_t* at = codes + 4 * q * kCodeBytes;
-    const vi a = load_bytes(at), b = load_bytes(at + kCodeBytes);
-    const vi c = load_bytes(at + 2 * kCodeBytes), d = load_bytes(at + 3 * kCodeBytes);
-    const vi low[] = {_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)};
-    const vi high[] = {_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)};
-    fours[q][0] = even_pairs(low[0], low[1]);
-    fours[q][1] = odd_pairs(low[0], low[1]);
-    fours[q][2] = even_pairs(high[0], high[1]);
-    fours[q][3] = odd_pairs(high[0], high[1]);
+// Of pairs of words of sixteen outputs, those of the first or the last eight; and a number of each, twice.
+inline vi eight_pairs(vi first, vi second, int half) {
+  alignas(64) static constexpr int32_t kPlaces[] = {0, 16, 1, 17, 2, 18, 3, 19,
+                                                    4, 20, 5, 21, 6, 22, 7, 23};
+  return _mm512_permutex2var_epi32(first, add(load(kPlaces), all(8 * half)), second);
+}
+inline vf eight_twice(vf numbers, int half) {
+  alignas(64) static constexpr int32_t kPlaces[] = {0, 0, 1, 1, 2, 2, 3, 3,
+                                                    4, 4, 5, 5, 6, 6, 7, 7};
+  return _mm512_permutexvar_ps(add(load(kPlaces), all(8 * half)), numbers);
+}
+
+// 256 more than byte BYTE of each word: the byte is the highest of a float's fraction.
+constexpr float kByteOffset = 256.0f;
+template <int BYTE>
+inline vf byte_of(vi words) {
+  constexpr int kShift = 15 - 8 * BYTE;
+  if constexpr (kShift > 0) {
+    words = _mm512_slli_epi32(words, kShift);
+  } else {
+    words = _mm512_srli_epi32(words, -kShift);
   }
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; ++k) {
-    const vi &a = fours[0][k], &b = fours[1][k], &c = fours[2][k], &d = fours[3][k];
-    const vi low[] = {_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(c, d, 0x44)};
-    const vi high[] = {_mm512_shuffle_i32x4(a, b, 0xee), _mm512_shuffle_i32x4(c, d, 0xee)};
-    _mm512_storeu_si512(to + k * 64, _mm512_shuffle_i32x4(low[0], low[1], 0x88));
-    _mm512_storeu_si512(to + (4 + k) * 64, _mm512_shuffle_i32x4(low[0], low[1], 0xdd));
-    _mm512_storeu_si512(to + (8 + k) * 64, _mm512_shuffle_i32x4(high[0], high[1], 0x88));
-    _mm512_storeu_si512(to + (12 + k) * 64, _mm512_shuffle_i32x4(high[0], high[1], 0xdd));
-  }
+  const vi offset = _mm512_castps_si512(all(kByteOffset));
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(0xff << 15), offset, 0xea));
 }
 
 template <CodeKind KIND>
@@ -237,97 +252,161 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
   using Shared = LinearAmx<AmxGroups<KIND>>;
   static constexpr int32_t kSteps = Codes<KIND>::kChunk / 32;
   static constexpr int32_t kPassChunks = kPassBytes / (kSteps * kCodeBytes);
+  static constexpr int32_t kSlices = 4;
 
-  static size_t buffer_bytes() { return 2 * kPassChunks * kSteps * kTileBytes; }
-  static int64_t left_stride(const PackedCodes&) { return kPassChunks * kSteps * kTileBytes; }
+  static int64_t stride(const PackedCodes&) { return kPassChunks * kSteps * kTileBytes; }
+  static size_t buffer_bytes() { return 4 * kPassChunks * kSteps * kTileBytes; }
 
-  static const char* left(const PackedCodes& w, int32_t pair, int32_t chunk, int32_t count,
-                          char* buffer) {
-    const int32_t groups = Codes<KIND>::kChunk / w.group;
-    const auto run = groups == 1 ? widen<1> : groups == 2 ? widen<2> : widen<4>;
-    for (int32_t b = 0; b < 2; ++b) {
-      run(w, 2 * pair + b, chunk, count, buffer + b * left_stride(w));
+  // Tiles of a pair of blocks, and the place in those that are made next.
+  class Weights {
+   public:
+    Weights(const PackedCodes& w, int32_t begin, int32_t end, char* buffer)
+        : w_(w), begin_(begin), end_(end), next_(buffer), other_(buffer + buffer_bytes() / 2) {
+      groups_ = w.groups / w.chunks;
+      shift_ = groups_ == 1 ? 2 : groups_ == 2 ? 1 : 0;
+      start(begin, 0);
     }
-    return buffer;
+
+    const char* take(int32_t pair, int32_t chunk) {
+      while (block_ < 2) some();
+      char* made = next_;
+      next_ = other_;
+      other_ = made;
+      const bool last = pair + 1 == end_;
+      start(last ? begin_ : pair + 1, last ? chunk + kPassChunks : chunk);
+      return made;
+    }
+
+    // A quarter of a chunk of a block: four words of each output.
+    __attribute__((noinline)) void some() {
+      if (block_ == 2) return;
+      if (quarter_ == 0) take_numbers();
+      // Of each plane of 4 bits, or of all.
+      const Numbers* of[4];
+      for (int i = 0; i < 4; ++i) of[i] = numbers_ + ((KIND == kEight ? quarter_ : i) >> shift_);
+      char* const to = to_ + quarter_ * (KIND == kEight ? 8 : 4) * 64;
+      widen<0>(codes_, of, to);
+      widen<2>(codes_, of, to);
+      codes_ += 4 * kCodeBytes;
+      if (++quarter_ < 4) return;
+      quarter_ = 0;
+      to_ += kSteps * kTileBytes;
+      if (++chunk_ < begin_chunk_ + count_) return;
+      ++block_;
+      start_block();
+    }
+
+   private:
+    // Of a group and each eight outputs scales, and what values of -256 are worth; each twice.
+    using Numbers = float[2][2][16];
+
+    void start(int32_t pair, int32_t chunk) {
+      pair_ = pair;
+      begin_chunk_ = chunk;
+      count_ = smaller(kPassChunks, w_.chunks - chunk);
+      block_ = count_ > 0 ? 0 : 2;
+      start_block();
+    }
+
+    void start_block() {
+      chunk_ = begin_chunk_;
+      codes_ = w_.codes + (2 * pair_ + block_) * block_bytes(w_) + int64_t{chunk_} * kTileBytes;
+      to_ = next_ + block_ * stride(w_);
+    }
+
+    void take_numbers() {
+      for (int32_t g = 0; g < groups_; ++g) {
+        const Group group(w_, 2 * pair_ + block_, chunk_ * groups_ + g, 0);
+        const vf least = fma(group.scale, all(-kByteOffset), group.least);
+        for (int half = 0; half < 2; ++half) {
+          store(numbers_[g][half][0], eight_twice(group.scale, half));
+          store(numbers_[g][half][1], eight_twice(least, half));
+        }
+      }
+    }
+
+    // Two words of the quarter.
+    template <int WORD>
+    void widen(const uint8_t* codes, const Numbers* const (&of)[4], char* to) const {
+      codes += WORD * kCodeBytes;
+      ask_for(codes);
+      ask_for(codes + kCodeBytes);
+      const vi first = load_bytes(codes), second = load_bytes(codes + kCodeBytes);
+      const vi words[] = {eight_pairs(first, second, 0), eight_pairs(first, second, 1)};
+      const auto widen_bytes = [&](auto high) {
+        constexpr int kHigh = decltype(high)::value;
+        const vi low = bytes_of<KIND, kHigh>(w_, words[0]);
+        const vi rest = bytes_of<KIND, kHigh>(w_, words[1]);
+        widen_byte<WORD, kHigh, 0>(low, rest, of, to);
+        widen_byte<WORD, kHigh, 1>(low, rest, of, to);
+        widen_byte<WORD, kHigh, 2>(low, rest, of, to);
+        widen_byte<WORD, kHigh, 3>(low, rest, of, to);
+      };
+      widen_bytes(std::integral_constant<int, 0>());
+      if constexpr (KIND != kEight) widen_bytes(std::integral_constant<int, 1>());
+    }
+
+    // A row of a tile: of 8 bits each byte has one, of 4 bits each half of a plane.
+    template <int WORD, int HIGH, int BYTE>
+    static void widen_byte(vi low, vi rest, const Numbers* const (&of)[4], char* to) {
+      constexpr int kPlane = BYTE % 2 * 2 + HIGH;
+      constexpr int kRow = KIND == kEight ? 2 * WORD + BYTE : 16 * kPlane + WORD + BYTE / 2;
+      const Numbers& by = *of[kPlane];
+      const vf a = fma(byte_of<BYTE>(low), load(by[0][0]), load(by[0][1]));
+      const vf b = fma(byte_of<BYTE>(rest), load(by[1][0]), load(by[1][1]));
+      _mm512_storeu_si512(to + kRow * 64, __builtin_bit_cast(vi, _mm512_cvtne2ps_pbh(b, a)));
+    }
+
+    const PackedCodes& w_;
+    int32_t begin_, end_;
+    char *next_, *other_;
+    int32_t groups_, shift_;  // of a chunk: one for 2^shift quarters
+    int32_t pair_, begin_chunk_, count_;
+    int32_t block_, chunk_, quarter_ = 0;
+    const uint8_t* codes_;
+    char* to_;
+    alignas(64) Numbers numbers_[4];
+  };
+
+  // Compilers want numbers of tiles to be written out.
+  template <int SUMS>
+  static void dot() {
+    if constexpr (SUMS == 0) _tile_dpbf16ps(0, 6, 4);
+    if constexpr (SUMS == 1) _tile_dpbf16ps(1, 7, 4);
+    if constexpr (SUMS == 2) _tile_dpbf16ps(2, 6, 5);
+    if constexpr (SUMS == 3) _tile_dpbf16ps(3, 7, 5);
   }
 
-  template <int GROUPS>
-  static void widen(const PackedCodes& w, int32_t block, int32_t chunk, int32_t count, char* to) {
-    const uint8_t* from = w.codes + block * block_bytes(w) + int64_t{chunk} * kTileBytes;
-    alignas(64) float scales[GROUPS][16], least[GROUPS][16];
-    alignas(64) uint8_t turned[kTileBytes];
-    for (int32_t c = 0; c < count; ++c, from += kTileBytes, to += kSteps * kTileBytes) {
-      turn_words(from, turned);
-      for (int g = 0; g < GROUPS; ++g) {
-        const Group group(w, block, (chunk + c) * GROUPS + g, 0);
-        store(scales[g], group.scale);
-        store(least[g], group.least);
-      }
-      for (int o = 0; o < 16; ++o) {
-        const uint8_t* codes = turned + o * kCodeBytes;
-        const auto widened = [&](vf values, int g) {
-          const vf weights = fma(values, all(scales[g][o]), all(least[g][o]));
-          return __builtin_bit_cast(__m256i, _mm512_cvtneps_pbh(weights));
-        };
-        if constexpr (KIND == kEight) {
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) {
-            char* at = to + i / 2 * kTileBytes + o * 64 + i % 2 * 32;
-            const __m256i held = widened(load_codes(codes + 16 * i), i * GROUPS / 4);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), held);
+  // Of bfloat16 rows, in the order that pairs of words have: of 4 bits the first and the third of four
+  // inputs, of 8 bits the first and the fifth of eight.
+  template <class T>
+  static void pack(const LinearCall& call, int64_t begin, int64_t end, char*) {
+    alignas(16) static constexpr uint8_t kFours[] = {0, 1, 4,  5,  2,  3,  6,  7,
+                                                     8, 9, 12, 13, 10, 11, 14, 15};
+    alignas(16) static constexpr uint8_t kEights[] = {0, 1, 8,  9,  2, 3, 10, 11,
+                                                      4, 5, 12, 13, 6, 7, 14, 15};
+    const __m128i* places = reinterpret_cast<const __m128i*>(KIND == kEight ? kEights : kFours);
+    const vi order = _mm512_broadcast_i32x4(_mm_load_si128(places));
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t row = panel * 16 + i, size = row < call.rows ? call.in : 0;
+        const bf16* x = static_cast<const bf16*>(call.x) + row * call.in;
+        char* to = Shared::panel_at(call, static_cast<int32_t>(panel)) + i * 64;
+        for (int64_t d = 0; d < call.weight.depth; d += 32, to += kTileBytes) {
+          alignas(64) bf16 last[32] = {};
+          if (d + 32 > size && d < size) {
+            __builtin_memcpy(last, x + d, static_cast<size_t>(size - d) * sizeof(bf16));
           }
-        } else {
-          const vf values =
-              KIND == kTable
-                  ? load_codes(w.table)
-                  : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-          const vi words = load_bytes(codes);
-          const vi planes[] = {words, shift_words<4>(words), shift_words<8>(words),
-                               shift_words<12>(words)};
-          for (int g = 0; g < GROUPS; ++g) {
-            // The weights of sixteen codes, twice.
-            const vi weights = _mm512_broadcast_i64x4(widened(values, g));
-#pragma GCC unroll 4
-            for (int n = 4 / GROUPS * g; n < 4 / GROUPS * (g + 1); ++n) {
-              char* tile = to + n * kTileBytes + o * 64;
-              _mm512_storeu_si512(tile, _mm512_permutexvar_epi16(planes[n], weights));
-            }
-          }
+          const vi values = load_bytes(d + 32 > size ? last : x + d);
+          _mm512_storeu_si512(to, _mm512_shuffle_epi8(values, order));
         }
       }
     }
   }
 
-  // Compilers want numbers of tiles to be written out.
-  template <int SUMS>
-  static void dot() {
-    if constexpr (SUMS == 0) _tile_dpbf16ps(0, 4, 6);
-    if constexpr (SUMS == 1) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (SUMS == 2) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (SUMS == 3) _tile_dpbf16ps(3, 5, 7);
-  }
-
-  // Of bfloat16 rows, which stay as they are.
-  template <class T>
-  static void pack(const LinearCall& call, int64_t begin, int64_t end, char* scratch) {
-    const int64_t depth = call.weight.depth;
-    bf16* values = reinterpret_cast<bf16*>(scratch);
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t i = 0; i < 16; ++i) {
-        const int64_t row = panel * 16 + i, count = row < call.rows ? call.in : 0;
-        bf16* to = values + i * depth;
-        __builtin_memcpy(to, static_cast<const bf16*>(call.x) + row * call.in,
-                         static_cast<size_t>(count) * sizeof(bf16));
-        __builtin_memset(to + count, 0, static_cast<size_t>(depth - count) * sizeof(bf16));
-      }
-      pack_columns(reinterpret_cast<const uint32_t*>(values), depth / 2, depth / 2,
-                   Shared::panel_at(call, static_cast<int32_t>(panel)));
-    }
-  }
-
   template <class T>
   static void finish(const LinearCall& call, int32_t block, int32_t panel, const char* sums) {
-    store_columns<T>(call, block, panel, reinterpret_cast<const float*>(sums), false);
+    store_rows<T>(call, block, panel, reinterpret_cast<const float*>(sums), false);
   }
 };
 

@@ -119,6 +119,9 @@ SHAPES = [
     ),
     ("zeros", 4, 33, 384, 384),
     ("minimums", 4, 16, 96, 96),
+    # More inputs than tiles take in one pass.
+    ("levels", 4, 100, 1184, 32),
+    ("halves", 8, 100, 1120, 32),
     *(
         (form, 8, *shape)
         for form in FORMS[:-1]
