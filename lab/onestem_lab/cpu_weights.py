@@ -1,16 +1,19 @@
 """Weights of 8 and 4 bits on a CPU: steps of whole models against llama.cpp, in turns.
 
-    python -m onestem_lab.cpu_weights --peer DIR --models FOLDER [--shapes qwen2.5-0.5b,qwen3-4b]
-        [--formats int8,int4] [--files MODEL.gguf,...]
+    python -m onestem_lab.cpu_weights --peer DIR,... --models FOLDER
+        [--shapes qwen2.5-0.5b,qwen3-4b] [--formats int8,int4] [--files MODEL.gguf,...]
+        [--against SOURCES]
 
-DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made, FOLDER takes the
+DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made (of several builds the
+fastest counts, of each kind of step), FOLDER takes the
 files that it multiplies (random weights of the shapes, written once). `--formats q8_0,q4_k_m,q4_0`
 and `--files` (MODEL.KIND.gguf) give both engines the same file, whose blocks stay as they are;
-beside them int8 or int4 of the same shape is timed (`own`, which reads `own_bytes`). Steps are of
+beside them int8 or int4 of the same shape is timed (`own`, which reads `own_bytes`), and the same
+file by other SOURCES of Onestem (`against`). Steps are of
 the engine here and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode
 behind 16 tokens. Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds
-at that of int8 products (with AMX `int4`: bfloat16), whichever is longer, both measured in the same
-run.
+at that of int8 products (with AMX of groups: bfloat16), whichever is longer, all measured in the
+same run. `own_most` is the ratio to our own format if nothing but the floors differed.
 
 llama.cpp runs with flash attention and without, its weights repacked and as they are; the fastest
 counts, of each kind of step. `--threads 1` and seconds of the process's processor (`cpu`) tell
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -49,6 +53,7 @@ from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.attention.rates import Rates, measure_rates, reading_rate
 from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.timing import least_seconds
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
 # What a file's format is measured beside.
@@ -58,6 +63,7 @@ STEPS = ("prefill 512", "decode 1", "decode 64")
 PREFILL, PREFILL_PLAIN = 3.0, 1.5
 CONTEXT = 16
 CLOCKS = ("wall", "cpu")
+RATIOS = {"ratio": "", "own_ratio": "own_ms", "against_ratio": "against_ms"}
 Turn = dict[str, list[float]]  # seconds by each clock, of each side
 RUNNERS = Path(__file__).parent / "peers" / "runners"
 
@@ -124,7 +130,7 @@ class Ours:
 
 
 class Peer:
-    """Steps of llama.cpp, in a process of its own."""
+    """Steps in a process of its own: those of llama.cpp, or of other sources of Onestem."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -134,7 +140,7 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"llama.cpp ended with status {self.process.wait()}")
+            raise SystemExit(f"{self.process.args!r} ended with status {self.process.wait()}")
         return line
 
     def take(self, step: str) -> list[float]:
@@ -145,11 +151,15 @@ class Peer:
 
 
 @contextmanager
-def peer(python: Path, model: Path, threads: int, flash: int, extra: int) -> Iterator[Peer]:
-    command = [python, "step_llama_cpp.py", model, threads, CONTEXT, flash, extra]
+def peer(*command: object, sources: Path | None = None) -> Iterator[Peer]:
+    """`sources`: of Onestem."""
+    lab = Path(__file__).parents[1]
+    found = os.environ.get("PYTHONPATH", "")
+    environment = {} if sources is None else {"PYTHONPATH": f"{sources.resolve()}:{lab}:{found}"}
     with subprocess.Popen(
         [str(part) for part in command],
         cwd=RUNNERS,
+        env=os.environ | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -163,7 +173,8 @@ def peer(python: Path, model: Path, threads: int, flash: int, extra: int) -> Ite
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--against", type=Path)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--shapes", default="qwen2.5-0.5b,qwen3-4b")
     parser.add_argument("--formats", default="int8,int4")
@@ -174,7 +185,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu-weights.json")
     options = parser.parse_args()
     clock = "cpu" if options.threads == 1 else "wall"
-    python, models = options.peer.resolve() / "bin" / "python", options.models.resolve()
+    # Links stay: an environment is found by the name of its Python.
+    pythons = [Path(one).absolute() / "bin" / "python" for one in options.peer.split(",")]
+    models = options.models.resolve()
     models.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     entries: list[dict[str, Any]] = []
@@ -195,14 +208,14 @@ def main() -> None:
             model = Path(form)
             form = model.stem.rpartition(".")[2].lower()
         else:
-            model = _written(python, shape, models, PEERS.get(form, form), options.threads)
+            model = _written(pythons[0], shape, models, PEERS.get(form, form), options.threads)
         for setting in options.settings.split(","):
             entry: dict[str, Any] = {}
             entries.append(entry)
-            for found in _compared(python, model, shape, form, setting, options):
+            for found in _compared(pythons, model, shape, form, setting, options):
                 entry.update(found)
                 write(options.out, result | {"entries": entries})
-            for name in ("ratio", "own_ratio"):
+            for name in RATIOS:
                 shown = {step: entry[step][name][clock] for step in STEPS if name in entry[step]}
                 rounded = {step: round(one, 2) for step, one in shown.items()}
                 print(shape, form, setting, name, rounded, flush=True)
@@ -227,7 +240,7 @@ def _written(python: Path, shape: str, models: Path, kind: str, threads: int) ->
 
 
 def _compared(
-    python: Path,
+    pythons: list[Path],
     model: Path,
     shape: str | None,
     form: str,
@@ -237,7 +250,10 @@ def _compared(
     """After each turn what was found until then."""
     with ExitStack() as stack:
         flash, extra = map(int, setting)
-        theirs = stack.enter_context(peer(python, model, options.threads, flash, extra))
+        script = ("step_llama_cpp.py", model, options.threads, CONTEXT, flash, extra)
+        theirs = {
+            python.parts[-3]: stack.enter_context(peer(python, *script)) for python in pythons
+        }
         weights = str(model) if shape is None else f"shape:{shape}"
         if form in PEERS:
             ours, own = Ours(weights, form, options.threads), None
@@ -245,7 +261,14 @@ def _compared(
             ours = Ours(str(model), None, options.threads)
             own = Ours(weights, OWN[form], options.threads)
         rates = measure_rates(torch.device("cpu"), torch.bfloat16)
-        sides = {"ms": ours, "peer_ms": theirs} | ({} if own is None else {"own_ms": own})
+        bytes_flops = max(rates.flops, _byte_rate())
+        sides: dict[str, Ours | Peer] = {"ms": ours}
+        sides |= {f"peer {name}": one for name, one in theirs.items()}
+        if own is not None:
+            sides["own_ms"] = own
+            if options.against is not None:
+                told = (sys.executable, "step_onestem.py", model, options.threads)
+                sides["against_ms"] = stack.enter_context(peer(*told, sources=options.against))
         held: dict[str, Any] = {
             "shape": shape,
             "format": form,
@@ -256,7 +279,7 @@ def _compared(
                 "type": model.stem,
                 "flash_attention": flash,
                 "repacked": extra,
-                "system": theirs.system,
+                "system": {name: one.system for name, one in theirs.items()},
             },
         }
         turns: dict[str, list[Turn]] = {step: [] for step in STEPS}
@@ -268,9 +291,15 @@ def _compared(
                 "turns": turn + 1,
                 "memory_bytes_per_s": rates.bytes,
                 "bfloat16_flops_per_s": rates.flops,
+                "int8_flops_per_s": bytes_flops,
             }
             for step in STEPS:
-                entry[step] = {"floor_ms": 1e3 * _floor(step, entry, ours)} | _summed(turns[step])
+                entry[step] = _summed(turns[step])
+                floor = entry[step]["floor_ms"] = 1e3 * _floor(step, form, entry, ours)
+                if own is not None:
+                    more = floor - 1e3 * _floor(step, OWN[form], entry, own)
+                    taken = entry[step]["own_ms"]["wall"]["median"]
+                    entry[step]["own_most"] = taken / (taken + max(0.0, more))
             yield entry
 
 
@@ -286,7 +315,8 @@ def _summed(turns: list[Turn]) -> dict[str, Any]:
         }
         for name in turns[0]
     }
-    for name, other in (("ratio", "peer_ms"), ("own_ratio", "own_ms")):
+    peers = {name: found[name]["wall"]["median"] for name in turns[0] if name.startswith("peer")}
+    for name, other in {**RATIOS, "ratio": min(peers, key=peers.__getitem__)}.items():
         if other in turns[0]:
             found[name] = {
                 clock: statistics.median(turn[other][i] / turn["ms"][i] for turn in turns)
@@ -307,15 +337,29 @@ def _read_bytes(ours: Ours) -> int:
     return decoder.weight_bytes - sum(tensor.nbytes for tensor in held)
 
 
-def _floor(step: str, entry: dict[str, Any], ours: Ours) -> float:
+def _byte_rate() -> float:
+    """FLOP/s of products of int8."""
+    best = 0.0
+    for size in (512, 1024, 2048, 4096):
+        a, b = (torch.randint(-128, 128, (size, size), dtype=torch.int8) for _ in range(2))
+        seconds = least_seconds(lambda a=a, b=b: torch._int_mm(a, b))  # type: ignore[misc]
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > 0.2:
+            break
+    return best
+
+
+def _floor(step: str, form: str, entry: dict[str, Any], ours: Ours) -> float:
+    """Seconds of the weights of a form, which `ours` has."""
     kind, count = step.split()
     config = ours.decoder.config
     head = config.vocab_size * config.hidden_size
     layers = ours.decoder.num_parameters - head
-    in_bytes = entry["format"] in ("int8", "q8_0") or chosen_isa() == "avx512_bf16"
-    rate = entry["bfloat16_flops_per_s"] * (2 if in_bytes else 1)
+    in_bytes = form == "int8" or chosen_isa() == "avx512_bf16"
+    rate = entry["int8_flops_per_s" if in_bytes else "bfloat16_flops_per_s"]
     flops = 2.0 * int(count) * layers + 2.0 * head * (1 if kind == "prefill" else int(count))
-    return max(entry["weight_bytes"] / entry["memory_bytes_per_s"], flops / rate)
+    size = entry["weight_bytes" if form == entry["format"] else "own_bytes"]
+    return max(size / entry["memory_bytes_per_s"], flops / rate)
 
 
 if __name__ == "__main__":

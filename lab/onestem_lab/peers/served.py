@@ -1,13 +1,16 @@
 """Requests behind one text that no server has seen: Onestem's and llama.cpp's own, on one file.
 
-    python -m onestem_lab.peers.served MODEL.gguf --llama-server FILE [--threads 2] [--turns 3]
-        [--work 4x7400/32/64,64x4096/32/16] [--slots 1,4] [--dtype bfloat16]
+    python -m onestem_lab.peers.served MODEL.gguf --llama-server FILE | --llama-python DIR
+        [--threads 2] [--turns 3] [--work 4x7400/32/64,64x4096/32/16] [--slots 1,4]
+        [--dtype bfloat16]
 
 `4x7400/32/64`: 4 requests at once behind 7,400 tokens, each with 32 of its own and an answer of 64.
 Prompts are token ids, of a new text in each turn; seconds are those from the first request to the
 last answer. All servers run side by side, and take turns. llama.cpp's slots are the requests that
 it answers at a time: with one, requests wait and each finds the text of the one before; with more,
-each slot computes it. Its fastest setting counts. Written to lab/results/served.json.
+each slot computes it. Its fastest setting counts. With DIR, an environment of
+`lab/onestem_lab/peers/install llama_cpp DIR`, its C interface does what one slot does: the server
+takes no less. Written to lab/results/served.json.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import json
 import random
 import re
 import statistics
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,10 +105,36 @@ def theirs(options: argparse.Namespace, slots: int) -> Iterator[str]:
         yield url
 
 
+@contextmanager
+def their_slot(options: argparse.Namespace) -> Iterator[Callable[[Work, list[list[int]]], float]]:
+    python = options.llama_python.absolute() / "bin" / "python"
+    arguments = ("slot_llama_cpp.py", options.model.resolve(), options.threads, CONTEXT)
+    with subprocess.Popen(
+        [str(one) for one in (python, *arguments)],
+        cwd=Path(__file__).parent / "runners",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def seconds(work: Work, prompts: list[list[int]]) -> float:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps([prompts, work.answer]) + "\n")
+            process.stdin.flush()
+            return float(process.stdout.readline())
+
+        try:
+            yield seconds
+        finally:
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--llama-server", type=Path, required=True)
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--llama-python", type=Path)
     parser.add_argument("--work", default="4x7400/32/64,64x4096/32/16")
     parser.add_argument("--slots", default="1,4", help="of llama.cpp, each a server of its own")
     parser.add_argument("--dtype", default="bfloat16", help="of Onestem: 16 bits keep blocks")
@@ -113,19 +144,23 @@ def main() -> None:
     options = parser.parse_args()
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
-        urls = {OURS: stack.enter_context(ours(options))}
-        for slots in map(int, options.slots.split(",")):
-            urls[f"llama.cpp, slots: {slots}"] = stack.enter_context(theirs(options, slots))
-        for url in urls.values():
-            seconds_of(url, Work(1, 64, 1, 8), Work(1, 64, 1, 8).prompts("first"))
+        sides = {OURS: partial(seconds_of, stack.enter_context(ours(options)))}
+        if options.llama_python is not None:
+            sides["llama.cpp's C interface, as one slot"] = stack.enter_context(their_slot(options))
+        else:
+            for slots in map(int, options.slots.split(",")):
+                url = stack.enter_context(theirs(options, slots))
+                sides[f"llama.cpp, slots: {slots}"] = partial(seconds_of, url)
+        for seconds_by in sides.values():
+            seconds_by(Work(1, 64, 1, 8), Work(1, 64, 1, 8).prompts("first"))
         for text in options.work.split(","):
-            work, seconds = Work.of(text), {name: list[float]() for name in urls}
+            work, seconds = Work.of(text), {name: list[float]() for name in sides}
             for turn in range(options.turns):
                 prompts = work.prompts(f"{text} {turn}")
-                for name, url in urls.items():
-                    seconds[name].append(seconds_of(url, work, prompts))
+                for name, seconds_by in sides.items():
+                    seconds[name].append(seconds_by(work, prompts))
             medians = {name: statistics.median(took) for name, took in seconds.items()}
-            best = min((name for name in urls if name != OURS), key=medians.__getitem__)
+            best = min((name for name in sides if name != OURS), key=medians.__getitem__)
             pairs = zip(seconds[best], seconds[OURS], strict=True)
             ratios = [other / own for other, own in pairs]
             entries[text] = {
@@ -136,7 +171,8 @@ def main() -> None:
             }
             print(text, json.dumps(entries[text]), flush=True)
             result = {
-                "command": "python -m onestem_lab.peers.served MODEL.gguf --llama-server FILE "
+                "command": "python -m onestem_lab.peers.served MODEL.gguf "
+                f"{'--llama-python DIR' if options.llama_python else '--llama-server FILE'} "
                 f"--work {options.work} --slots {options.slots} --dtype {options.dtype} "
                 f"--threads {options.threads} --turns {options.turns}",
                 "machine": machine(),

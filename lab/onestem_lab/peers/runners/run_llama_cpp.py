@@ -53,8 +53,8 @@ class LlamaCpp:
             cells = _rounded(max(self._cells(job, wave) for wave in waves))
         else:
             cells = sequences * _rounded(job.longest)
-        self.model = _load_model(convert(Path(job.model), settings.weights))
-        self.context = _make_context(self.model, settings, cells, sequences, job.threads)
+        self.model = load_model(convert(Path(job.model), settings.weights))
+        self.context = make_context(self.model, settings, cells, sequences, job.threads)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = Batch(BATCH_TOKENS)
         self.vocab_size = job.vocab_size
@@ -220,7 +220,7 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // 256) * 256
 
 
-def _load_model(path: Path) -> Any:
+def load_model(path: Path | str) -> Any:
     llama_cpp.llama_log_set(_only_errors, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(
@@ -231,7 +231,7 @@ def _load_model(path: Path) -> Any:
     return model
 
 
-def _make_context(model: Any, settings: Settings, cells: int, sequences: int, threads: int) -> Any:
+def make_context(model: Any, settings: Settings, cells: int, sequences: int, threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = cells
     params.n_batch = BATCH_TOKENS
