@@ -718,6 +718,17 @@ def test_ctrl_c_again_ends_it_with_one_line(when):
     assert done.stderr == "onestem: ended at once\n"
 
 
+def test_ctrl_c_while_the_command_is_imported_has_no_traceback(monkeypatch):
+    class Interrupted:
+        def __getattr__(self, name: str):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "onestem.cli.app", Interrupted())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
 def test_ctrl_c_is_the_callers_again_after_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["onestem", "--version"])
     before = signal.getsignal(signal.SIGINT)
