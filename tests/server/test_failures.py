@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import socket
+import sqlite3
 from functools import partial
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_full_disk_is_said(embedded, monkeypatch):
         assert answer.status_code == 507
         assert answer.json()["error"]["message"].startswith("the server's disk is full")
         http.delete(f"/v1/files/{name}")
+
+
+def test_a_full_database_is_said(embedded, monkeypatch):
+    def fail(*_):
+        database = sqlite3.connect(":memory:")
+        database.execute("CREATE TABLE rows (value)")
+        database.execute("PRAGMA max_page_count = 2")
+        database.execute("INSERT INTO rows VALUES (zeroblob(100000))")
+
+    monkeypatch.setattr(embedded.service.store, "save_named", fail)
+    with embedded.http() as http:
+        answer = http.put("/v1/prefixes/long", json={"text": "long"})
+        assert answer.status_code == 507
+        assert answer.json()["error"]["message"].startswith("the server's disk is full")
+        assert http.get("/v1/prefixes").json()["data"] == []
 
 
 @pytest.mark.parametrize("kind", [PANIC, ValueError])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sqlite3
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -112,7 +113,8 @@ def _on_bug(request: Request, error: BaseException) -> Response:
     if isinstance(error, asyncio.CancelledError):
         return _errored(request, EngineDownError("the server is stopping: try again later"))
     log.exception("internal_error", error, method=request.method, path=request.url.path)
-    if isinstance(error, OSError) and is_full(error):
+    code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_FULL or (isinstance(error, OSError) and is_full(error)):
         return _errored(request, ApiError(507, "the server's disk is full: try again later"))
     return _errored(request, ApiError(500, BUG))
 
