@@ -187,6 +187,10 @@ class ResponseWriter(BlockWriter):
             item=self._item(block, ends=True),
         )
 
+    def _end(self) -> str:
+        """An answer of no text is an empty message: without one a conversation lacks its turn."""
+        return ("" if self._blocks else self._begin("text")) + super()._end()
+
     def _place(self, block: Block) -> JsonObject:
         """Where a block's text is in the response."""
         item: JsonObject = {"item_id": self._item_id(block), "output_index": block.index}

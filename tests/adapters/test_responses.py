@@ -186,6 +186,14 @@ def test_a_later_request_goes_on_from_a_stored_answer():
     assert branch.prompts == read(input=[*first, {"role": "user", "content": "b"}]).prompts
 
 
+def test_an_answer_of_no_text_is_a_turn_too():
+    stored = StoredResponses()
+    made = answered(read(stored), "")
+    assert [item["type"] for item in made["output"]] == ["message"]
+    turns = [USER, {"role": "assistant", "content": ""}, USER]
+    assert read(stored, previous_response_id="resp_1").prompts == [chat(messages=turns)]
+
+
 def test_answers_that_are_not_stored():
     stored = StoredResponses()
     answered(read(stored, store=False), TEXT)
