@@ -7,8 +7,7 @@ Machine code for other architectures becomes zeros, which any packer takes away:
 stay, and the driver loads what its device has. Where an architecture has none in a part, PTX for it
 or for one before it is kept. So vLLM 0.24's wheel packs to 26 MB (`xz -9`) for an H100, without
 what it does not load there: `third_party/deep_gemm`, `third_party/fmha_sm100`, `vllm-rs`,
-`_flashmla*`, `_qutlass*` and `_vllm_fa2_C*`. It needs `VLLM_USE_FLASHINFER_SAMPLER=0` where
-FlashInfer is not there.
+`_flashmla*`, `_qutlass*` and `_vllm_fa2_C*`.
 """
 
 from __future__ import annotations

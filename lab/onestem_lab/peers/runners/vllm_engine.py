@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ __all__ = ["QUIET", "Engine"]
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """Environment variables, unless they are set."""
+if find_spec("flashinfer") is None:  # vLLM imports it for its sampler all the same
+    QUIET["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 WARM_PROMPTS = 64  # prompts of a job that run before the clock starts
 
 
