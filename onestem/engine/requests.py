@@ -13,7 +13,7 @@ from torch import Tensor
 from onestem.cache import PrefixCache
 from onestem.engine.grammar.compiler import GrammarCompiler
 from onestem.engine.grammar.state import Grammar
-from onestem.engine.modules.prompt import run_name
+from onestem.engine.modules.prompt import place_of, run_name
 from onestem.engine.outputs import EngineStats, refused_output, unbegun_output
 from onestem.engine.sampling.sampler import Sampler
 from onestem.engine.schedule.admission import (
@@ -221,7 +221,7 @@ class Requests:
             store, moves = self._cache.modules, self.factory.config.sees_distances
             named = ((run_name(cache_salt, one, moves=moves), one) for one in segments)
             self.factory.tiers.modules.prefetch(
-                (name, one.position, len(one.token_ids))
+                (name, place_of(one, moves=moves), len(one.token_ids))
                 for name, one in named
                 if store.get(name) is None
             )

@@ -122,10 +122,11 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
     modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[before > HEAD :]]
     head, lead_in = ids[: min(before, HEAD)], np.array(documents.lead_in, np.int32)
     key = segment_key(KIND, head, ())
-    after_head = [Segment("placeholder", head, 0, "head", key=key)] if len(head) else []
+    after_head = [Segment("placeholder", head, 0, "head", key=key, home=0)] if len(head) else []
     key = segment_key(KIND, lead_in, [(len(head), one.key) for one in after_head])
     whole = ((0, len(lead_in)),)
-    after_both = [*after_head, Segment("cached", lead_in, 0, "lead-in", key=key, hidden=whole)]
+    last = Segment("cached", lead_in, 0, "lead-in", key=key, hidden=whole, home=len(head))
+    after_both = [*after_head, last]
     stored: list[Segment] = []
     own = np.ones(len(ids), bool)
     for a, b in modules:
@@ -142,7 +143,8 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
         key = segment_key(KIND, ids[a:b], [(a - one.position, one.key) for one in stored[first:]])
         attends, mine = tuple(range(first, len(stored))), _stretches(hidden, a, b)
         unseen = tuple((i - a, j - a) for i, j in mine)
-        stored.append(Segment("cached", ids[a:b], a, "document", attends, key, hidden=unseen))
+        document = Segment("cached", ids[a:b], a, "document", attends, key, hidden=unseen)
+        stored.append(replace(document, home=sum(len(one.token_ids) for one in behind)))
     computed = [Segment("text", ids[a:b], a, "prompt") for a, b in _stretches(own, 0, len(ids))]
     return stored + computed
 

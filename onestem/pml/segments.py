@@ -47,6 +47,7 @@ class Segment:
         in_use: leading tokens that this prompt uses. Fewer than all only where a prompt ends
             without own tokens: its last token is then computed, so that it has logits.
         hidden: ranges of them, ascending, that this prompt computes itself and does not see here.
+        home: where it is stored if it serves any position; None: where its first prompt has it.
     """
 
     kind: SegmentKind
@@ -57,6 +58,7 @@ class Segment:
     key: str = ""
     in_use: int = -1
     hidden: tuple[tuple[int, int], ...] = ()
+    home: int | None = None
 
     def __post_init__(self) -> None:
         if self.in_use < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import permutations, repeat
 
 import numpy as np
 import pytest
@@ -224,11 +224,11 @@ def module_elsewhere(monkeypatch):
 
 def places_forgotten(monkeypatch):
     """What prompts compute is found without regard to where their modules are."""
-    monkeypatch.setattr(
-        PmlPrompt,
-        "_space",
-        lambda self, token: (self.salt, *sorted(self.encoded[i.segment].key for i in self.imports)),
-    )
+
+    def spaces(self, tokens):
+        return repeat((self.salt, *sorted(self.encoded[i.segment].key for i in self.imports)))
+
+    monkeypatch.setattr(PmlPrompt, "_spaces", spaces)
 
 
 MUTATIONS = [shift_ignored, other_sign, not_rotated, other_rows, module_elsewhere]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onestem.answers import path_scores
+from onestem.cache.storage import DiskStore
 from onestem.engine.modules.prompt import ImportedRun, SequenceModules
 from onestem.errors import RequestError
 from onestem.models.weights import load_decoder
@@ -127,6 +128,22 @@ def test_documents_behind_a_lead_in(tiny, family):
     engine, _ = check(tiny(family), prompts, alone=True, page_size=4)
     copies = [run for run in engine.cache.modules if tuple(run.tokens) == lead_in]
     assert len(copies) == 1
+
+
+def test_a_restart_finds_documents_at_other_places(tiny, tmp_path):
+    """They are stored at one place, whichever prompt is first."""
+    lead_in = tuple(range(100, 124))
+    for first in (0, 3):  # of 37 tokens, and of 64
+        ids, spans = list(HEAD), []
+        for number in (first, 1, 2):
+            spans += [(len(ids), len(ids) + len(DOCUMENTS[number]))]
+            ids += DOCUMENTS[number]
+        prompt = with_documents(ids + QUESTION, Documents(tuple(spans), 0.2, lead_in))
+        engine = make_engine(tiny("llama"))
+        engine.keep_below("model", host=None, disk=DiskStore(tmp_path, 1 << 24, "model"))
+        answer(engine, [request_of("0", prompt)])
+        engine.tiers.stores.flush()
+    assert engine.tiers.stats.from_disk_tokens == sum(map(len, DOCUMENTS[1:3]))
 
 
 def test_a_repaired_prompt_is_found_again(tiny):

@@ -129,6 +129,11 @@ def run_name(salt: str, segment: Segment, *, moves: bool) -> tuple[Hashable, ...
     return salt, segment.key, None if moves else segment.position
 
 
+def place_of(segment: Segment, *, moves: bool) -> int:
+    """Where a segment is stored, if what it attends to is stored as the prompt has it."""
+    return segment.home if moves and segment.home is not None else segment.position
+
+
 class SequenceModules:
     """The module runs of an admitted sequence, pinned.
 
@@ -166,7 +171,7 @@ class SequenceModules:
 
     def _attach(self, index: int, segment: Segment) -> None:
         moves = self.prompt.moves and not self._private
-        position = segment.position + (self._frame(segment) if moves else 0)
+        position = place_of(segment, moves=moves) + (self._frame(segment) if moves else 0)
         name = run_name(self.prompt.module_salt, segment, moves=moves)
         name = (*name, id(self._owner)) if self._private else name
         kept = not self._private and segment.kind == "cached"
@@ -179,7 +184,8 @@ class SequenceModules:
         new, the segment is stored so too."""
         held = (other for other in segment.attends if other in self._runs)
         encoded = self.prompt.encoded
-        return next((self._runs[i].position - encoded[i].position for i in held), 0)
+        places = (self._runs[i].position - place_of(encoded[i], moves=True) for i in held)
+        return next(places, 0)
 
     @property
     def complete(self) -> bool:
