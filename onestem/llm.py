@@ -70,6 +70,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     documents: Sequence[Document] | Sequence[Sequence[Document]] | None
     repair: float | None
+    lead_in: Document | None
 
 
 class LLM(Beside):
@@ -232,6 +233,7 @@ class LLM(Beside):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Document] | Sequence[Sequence[Document]] | None = None,
         repair: float | None = None,
+        lead_in: Document | None = None,
         use_tqdm: bool = True,
     ) -> list[Answer]:
         """Answer one conversation or several, through the model's chat template. Messages are those
@@ -251,6 +253,7 @@ class LLM(Beside):
                 `documents`, else before the last message of the user.
             repair: the share of the documents' tokens that is computed with all before them in
                 sight, from 0 to 1; None: 1.
+            lead_in: a document like them, after which all but the first are stored (docs/pml.md).
             use_tqdm: show a bar at a terminal.
 
         Raises:
@@ -264,6 +267,7 @@ class LLM(Beside):
             "chat_template_kwargs": chat_template_kwargs,
             "documents": documents,
             "repair": repair,
+            "lead_in": lead_in,
         }
         ids, each = self._chats(messages, sampling_params, options)
         return self._answer(ids, [None] * len(ids), each, use_tqdm=use_tqdm)

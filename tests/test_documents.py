@@ -82,6 +82,22 @@ def test_repaired_documents_are_found_in_another_order(llm):
     )
 
 
+def test_documents_are_stored_after_what_the_caller_gives(llm):
+    """They are found by prompts with the same one alone."""
+    llm.reset_prefix_cache()
+    third = {"title": "Carl", "text": "Carl has no house, and sleeps in a tent. " * 4}
+    given = [ANNA, BEN, third], [ANNA, third, BEN]
+    after = {"title": "Dora", "text": "Dora lives in Midby. " * 4}
+    computed = {}
+    for name, lead_in in (("own", after), ("same", dict(after)), ("text", after["text"])):
+        computed[name] = 0
+        for documents in given:
+            (one,) = llm.chat(ASK, GREEDY, documents=documents, repair=0.0, lead_in=lead_in)
+            computed[name] += one.metrics.num_computed_tokens
+    assert computed["same"] == len(given) < computed["own"]
+    assert computed["text"] > len(given)
+
+
 def test_choices(llm):
     """Where all is repaired that can be, those of whole prompts."""
     params = SamplingParams(choices=["Ostby", "Westby", "West", "a tent"], logprobs=0)
@@ -107,6 +123,11 @@ def test_choices(llm):
         ({"documents": ["a"] * 1025}, "documents has 1025 .*, limit is 1024"),
         ({"repair": 0.5}, "repair needs documents: leave it out"),
         ({"documents": ["a"], "repair": 1.5}, "repair is 1.5, expected a number from 0 to 1"),
+        ({"documents": ["a"], "lead_in": "b"}, "lead_in needs repair: leave it out"),
+        (
+            {"documents": ["a"], "repair": 0.5, "lead_in": {}},
+            r"lead_in is \{\}, expected text that",
+        ),
         ({"documents": ["a"], "repair": -0.1}, "repair is -0.1, expected a number from 0 to 1"),
         ({"documents": ["a"], "repair": nan}, "repair is nan, expected a number from 0 to 1"),
         ({"documents": ["a"], "repair": True}, "repair is True, expected a number from 0 to 1"),
@@ -129,7 +150,7 @@ def test_other_bodies_have_none():
         lambda fields: read_responses({"input": "a", **fields}, None, None),
     )
     for one in read:
-        for name, value in (("documents", ["a"]), ("repair", 0.5)):
+        for name, value in (("documents", ["a"]), ("repair", 0.5), ("lead_in", "a")):
             with pytest.raises(RequestError, match=f"unknown field in body: '{name}'"):
                 one({name: value})
         pml = {"pml": "<prompt schema='a'/>", "documents": ["a"]}
@@ -141,14 +162,16 @@ BODIES = [
     {"messages": ASK, "documents": [ANNA, BEN]},
     {"messages": OTHER, "documents": ["A text."], "repair": 1},
     {"messages": OTHER, "documents": [ANNA, BEN, ANNA], "repair": 0.25},
+    {"messages": OTHER, "documents": [BEN, ANNA, BEN], "repair": 0.25, "lead_in": "Cy. " * 9},
 ]
 PARAMS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 def contents(llm):
     """Answers to the bodies."""
+    how = ("documents", "repair", "lead_in")
     return [
-        llm.chat(one["messages"], GREEDY, documents=one["documents"], repair=one.get("repair"))[0]
+        llm.chat(one["messages"], GREEDY, **{name: one.get(name) for name in how})[0]
         .outputs[0]
         .text
         for one in BODIES

@@ -105,6 +105,7 @@ class ChatTemplate:
     fields: Mapping[str, Any] = field(default_factory=dict)
     documents: Sequence[Mapping[str, Any]] = ()
     repair: float = 1.0
+    lead_in: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     without_calls: bool = False
@@ -503,7 +504,7 @@ def read_conversation(fields: Conversation) -> Prompt:
 def read_chat(fields: Mapping[str, Any]) -> tuple[Prompt, Tools | None]:
     """A conversation from Python values, and the tools that may be called; `fields` are those of
     `Conversation` and `tool_choice`, read as a body's are."""
-    names = ("messages", "tools", "documents")
+    names = ("messages", "tools", "documents", "lead_in")
     plain = {name: _lists_and_objects(fields.get(name)) for name in names}
     checked = check(ChatFields, without_nulls({**fields, **plain}))
     return read_conversation(checked), _tools(checked)
@@ -528,6 +529,8 @@ def _template(fields: Conversation) -> ChatTemplate:
         raise RequestError("documents and chat_template_kwargs.documents: give one of them")
     if fields.documents is None and fields.repair is not None:
         raise RequestError("repair needs documents: leave it out")
+    if fields.repair is None and fields.lead_in is not None:
+        raise RequestError("lead_in needs repair: leave it out")
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
     goes_on = bool(fields.continue_final_message)
@@ -536,6 +539,7 @@ def _template(fields: Conversation) -> ChatTemplate:
         fields=variables,
         documents=fields.documents or (),
         repair=1.0 if fields.repair is None else fields.repair,
+        lead_in=fields.lead_in,
         add_generation_prompt=begins,
         continue_final_message=goes_on,
         without_calls=getattr(fields, "tool_choice", None) == "none",
@@ -562,8 +566,9 @@ def _prompts(fields: Any) -> list[Prompt]:
             raise RequestError(f"body has pml and {name}: give one of them")
         if getattr(fields, "parse_special", None):
             raise RequestError("parse_special and pml: texts in PML are characters, leave it out")
-        for other in ("tools", "documents", "repair", "chat_template_kwargs", "reasoning_effort",
-                      "add_generation_prompt", "continue_final_message"):  # fmt: skip
+        for other in ("tools", "documents", "repair", "lead_in", "chat_template_kwargs",
+                      "reasoning_effort", "add_generation_prompt",
+                      "continue_final_message"):  # fmt: skip
             if getattr(fields, other, None) is not None:
                 raise RequestError(f"{other} and pml: a prompt in PML has no chat template")
         return [Prompt(pml=fields.pml, isolation=fields.isolation or "anchored")]

@@ -246,6 +246,12 @@ class Conversation(Object):
     """The share of the documents' tokens that is computed with all before them in sight. Where it
     is left out, 1: the prompt is computed as any other."""
 
+    lead_in: _Document | None = Field(
+        default=None, json_schema_extra={EXPECTED: "text that is not blank, or an object with one"}
+    )
+    """A document like them, after which all but the first are stored (`repair`). Where it is left
+    out, prose that is built in."""
+
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""
 

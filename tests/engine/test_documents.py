@@ -124,6 +124,18 @@ def test_apart_a_texts_tokens_are_the_same_at_any_place(path: Path, name: str) -
         assert tokenizer.decode(list(ids)).strip() == said
 
 
+@pytest.mark.parametrize("name", [*TEMPLATES, "none"])
+def test_a_lead_in_is_written_as_the_documents_before_are(path: Path, name: str) -> None:
+    tokenizer = tokenizer_of(path, TEMPLATES.get(name, LLAMA_3_TEMPLATE))
+    ids, where = tokenizer.chat(CHAT, documents=DOCUMENTS[::2], repair=0.0, lead_in=DOCUMENTS[0])
+    assert where is not None
+    (first, _), (second, _) = where.spans
+    assert where.lead_in == tuple(ids[first:second])
+    prose = tokenizer.chat(CHAT, documents=DOCUMENTS, repair=0.0).documents
+    assert prose is not None
+    assert tokenizer.decode(list(prose.lead_in)).startswith("The harbour of Vell")
+
+
 def test_before_the_last_question_where_a_template_has_none(path: Path) -> None:
     tokenizer = tokenizer_of(path)
     asked = [*CHAT[:2], {"role": "user", "content": PLAIN + CHAT[2]["content"]}]

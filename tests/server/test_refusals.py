@@ -24,6 +24,7 @@ BAD = [
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
         ("messages", [{"role": "user"}]), ("messages", "hi"), ("logprobs", 3),
         ("documents", 3), ("documents", [5]), ("documents", [""]), ("repair", 0.5), ("repair", 2),
+        ("lead_in", "a"), ("lead_in", ""),
     ]],
     *[("completions", name, value) for name, value in [
         ("echo", 3), ("best_of", 2), ("suffix", "x"), ("logprobs", True), ("logprobs", -1),
@@ -31,7 +32,7 @@ BAD = [
         ("prompt", {}), ("prompt", [2560]), ("prompt", [-1]), ("prompt", ["a"] * 257),
         ("prompt", [["a"]]), ("prompt", [[[1]]]), ("prompt", [[1], ["a"]]),
         ("prompt", [[]]), ("max_completion_tokens", 3), ("messages", USER),
-        ("documents", ["a"]), ("repair", 0.5),
+        ("documents", ["a"]), ("repair", 0.5), ("lead_in", "a"),
     ]],
     *[(endpoint, name, value) for endpoint in ("chat/completions", "completions")
       for name, value in [

@@ -17,22 +17,25 @@ _TOLD = {"title", "text"}
 
 Document = Mapping[str, Any]
 
-# After which documents other than the first are stored (`Documents.lead_in`): about 300 tokens.
-LEAD_IN = """The harbour of Vell
-The harbour of Vell lies in a long bay that opens to the south. For three hundred years ships have \
-come here with salt, timber and cloth, and they have left again with fish and stone. The town was \
-founded by four families, whose houses still stand around the square. Each of them had a colour of \
-its own: the Arns painted their doors red, the Bolds chose blue, the Celers green, and the Dorns \
-left the wood as it was. In 1742 a fire destroyed the eastern half of the town. It was rebuilt \
-within eleven years, with wider streets and with walls of brick. A lighthouse was added in 1760 by \
-the engineer Ida Holm, who had learnt her trade in the north. It is 38 metres high and can be seen \
-from a distance of 25 kilometres. The bay freezes in about one winter of seven. Then boats are \
-pulled onto the beach, and the fishermen mend their nets in the long sheds behind the market. The \
-market itself is held on Tuesdays and Fridays. Farmers bring apples, onions and cheese from the \
-valley of the Lune, which joins the sea two kilometres west of the harbour. There are 14 bridges \
-over the river; the oldest one has five arches and is reserved for people on foot.
-
-"""
+# After what documents other than the first are stored where a caller says nothing: 300 tokens.
+LEAD_IN: Document = {
+    "title": "The harbour of Vell",
+    "text": """\
+The harbour of Vell lies in a long bay that opens to the south. For three hundred years ships \
+have come here with salt, timber and cloth, and they have left again with fish and stone. The \
+town was founded by four families, whose houses still stand around the square. Each of them had \
+a colour of its own: the Arns painted their doors red, the Bolds chose blue, the Celers green, \
+and the Dorns left the wood as it was. In 1742 a fire destroyed the eastern half of the town. \
+It was rebuilt within eleven years, with wider streets and with walls of brick. A lighthouse \
+was added in 1760 by the engineer Ida Holm, who had learnt her trade in the north. It is 38 \
+metres high and can be seen from a distance of 25 kilometres. The bay freezes in about one \
+winter of seven. Then boats are pulled onto the beach, and the fishermen mend their nets in the \
+long sheds behind the market. The market itself is held on Tuesdays and Fridays. Farmers bring \
+apples, onions and cheese from the valley of the Lune, which joins the sea two kilometres west \
+of the harbour. There are 14 bridges over the river; the oldest one has five arches and is \
+reserved for people on foot.""",
+}
+NO_LEAD_IN: Document = {}
 
 
 def marked(documents: Sequence[Document], *, titles: bool = False) -> list[dict[str, Any]]:

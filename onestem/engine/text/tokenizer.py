@@ -26,7 +26,14 @@ from onestem.engine.text.backend import Backend
 from onestem.engine.text.chat import ChatTemplate
 from onestem.engine.text.control import ControlNames
 from onestem.engine.text.directory import check_files
-from onestem.engine.text.documents import LEAD_IN, Document, before_question, marked, split
+from onestem.engine.text.documents import (
+    LEAD_IN,
+    NO_LEAD_IN,
+    Document,
+    before_question,
+    marked,
+    split,
+)
 from onestem.engine.text.gguf_tokenizer import read_tokenizer
 from onestem.engine.text.limits import MOST_CHARACTERS, most_per_token
 from onestem.engine.text.marker import Marker
@@ -119,7 +126,7 @@ class Tokenizer(Vocabulary):
         self.placeholder_token_id: int | None = padding if unknown is None else unknown
         self._prefix, self._suffix = self._post_processing()
         self._lock = threading.Lock()
-        self._lead_in: tuple[int, ...] = ()  # ids of `LEAD_IN`, once they were needed
+        self._lead_ins = lru_cache(WRITTEN_KEPT)(partial(_lead_in, self))
 
     @classmethod
     def from_directory(cls, path: str | Path, template: str | None = None) -> Tokenizer | None:
@@ -325,6 +332,7 @@ class Tokenizer(Vocabulary):
         fields: Mapping[str, Any] | None = None,
         documents: Sequence[Document] = (),
         repair: float = 1.0,
+        lead_in: Document | None = None,
         max_tokens: int | None = None,
     ) -> ChatIds:
         """A conversation, as the model's template writes it.
@@ -338,6 +346,7 @@ class Tokenizer(Vocabulary):
             documents: each with a `text` that is not blank, and perhaps a `title`. They are where
                 the template has its `documents`, else before the last of the user's messages.
             repair: below 1, documents and what is between them are tokenised apart.
+            lead_in: one after which all but the first are stored (`Documents.lead_in`).
             max_tokens: refuse what has more for certain, before it is tokenised.
 
         A control token that the template writes is one; its name inside a message is characters.
@@ -380,10 +389,12 @@ class Tokenizer(Vocabulary):
             ids = ids + after_break(encode, piece)
         if not is_apart:
             return ChatIds(ids, None)
-        if not self._lead_in:
-            self._lead_in = tuple(self._control.encode(LEAD_IN))
         spans = tuple(zip(ends[::2], ends[1::2], strict=True))
-        return ChatIds(ids, Documents(spans, repair, self._lead_in))
+        if lead_in == NO_LEAD_IN:
+            return ChatIds(ids, Documents(spans, repair))
+        others = {name: one for name, one in fields.items() if name not in ("documents", "tools")}
+        key = json.dumps(lead_in or LEAD_IN), json.dumps(others, sort_keys=True, default=str)
+        return ChatIds(ids, Documents(spans, repair, self._lead_ins(*key)))
 
     def written(self, fields: Mapping[str, Any] | None = None) -> Written:
         """What the template writes around messages; `fields`: as above."""
@@ -422,6 +433,21 @@ class Tokenizer(Vocabulary):
     def marker(self) -> Marker:
         """Tells a template's control tokens from those that messages mention; made once."""
         return Marker(self._text, self._names, self._special)
+
+
+def _lead_in(tokenizer: Tokenizer, document: str, fields: str) -> tuple[int, ...]:
+    """Ids of a document, and of what the template writes between it and the next one."""
+    asked, twice = [{"role": "user", "content": "a"}], [json.loads(document)] * 2
+    how: dict[str, Any] = {"fields": json.loads(fields), "repair": 0.0, "lead_in": NO_LEAD_IN}
+    try:
+        ids, found = tokenizer.chat(asked, documents=twice, **how)
+    except RequestError:
+        if document != json.dumps(LEAD_IN):
+            raise
+        return ()  # the template asks for more than this one has
+    assert found is not None
+    (first, _), (after, _) = found.spans
+    return tuple(ids[first:after])
 
 
 def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
