@@ -69,6 +69,7 @@ GPT_OSS = {
     "num_local_experts": 4,
     "rope_scaling": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096},
 }
+QWEN_NEXT = {**QWEN_MOE, "architectures": ["Qwen3NextForCausalLM"]}
 
 
 def _read(path: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -193,6 +194,7 @@ def test_experts(tmp_path: Path) -> None:
             ["quantization_config", "mxfp4", "gptq"],
         ),
         (GPT_OSS, {"layer_types": ["chunked"] * 2}, ["layer_types", "chunked", "full_attention"]),
+        (QWEN_NEXT, {"layer_types": [["full_attention"]]}, ["layer_types", "linear_attention"]),
     ],
 )
 def test_what_is_not_computed_is_refused(

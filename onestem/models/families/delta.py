@@ -44,13 +44,13 @@ def read(fields: Fields, architecture: str) -> Description:
 
 def _delta_rule(fields: Fields, num_layers: int) -> DeltaRule:
     every = fields.positive("full_attention_interval", 4)
-    kinds = fields.values.get("layer_types")
+    kinds, known = fields.values.get("layer_types"), ("linear_attention", "full_attention")
     if kinds is None:
         linear = [(layer + 1) % every != 0 for layer in range(num_layers)]
-    elif isinstance(kinds, list) and set(kinds) <= {"linear_attention", "full_attention"}:
+    elif isinstance(kinds, list) and all(kind in known for kind in kinds):
         linear = [kind == "linear_attention" for kind in kinds]
     else:
-        raise fields.unsupported("layer_types", "a list of linear_attention and full_attention")
+        raise fields.unsupported("layer_types", f"a list of {' and '.join(known)}")
     if len(linear) != num_layers:
         raise fields.wrong("layer_types", f"a list of {num_layers} layers")
     return DeltaRule(
