@@ -182,6 +182,8 @@ class _Csv:
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:
             raise JobError(f"{path} has two columns {show(twice)}: rename one of them")
+        if any("\udc80" <= sign <= "\udcff" for name in header for sign in name):
+            raise JobError(f"the header of {path} is not UTF-8: save the file as UTF-8")
         self.header = header
 
     def _next(self) -> list[str]:

@@ -145,6 +145,7 @@ def test_options_that_do_not_fit_say_so(tmp_path, options, message):
         (b"", "has no header"),
         (b"a,\n1,2\n", "a column without a name"),
         (b"a,a\n1,2\n", "two columns 'a'"),
+        ("a,b\n1,2\n".encode("utf-16"), "is not UTF-8: save the file as UTF-8"),
         (b'a,b\n1,2\n"3,4\n5,6\n', "line 4: unexpected end of data: correct its quotes"),
     ],
 )
