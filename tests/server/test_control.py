@@ -90,6 +90,27 @@ def test_requests_beside_the_order_to_sleep_are_answered_or_refused(server):
     assert 503 in found
 
 
+@pytest.mark.parametrize(
+    ("asleep", "other"),
+    [(True, ("wake_up", None)), (False, ("wake_up", ["no tag"])), (False, ("no order", None))],
+)
+def test_an_order_to_sleep_holds_whatever_it_crosses(server, asleep, other):
+    """Be it that the other one fails after this one was given."""
+    control = server.service.client.control
+
+    async def cross() -> None:
+        await asyncio.gather(control(*other), control("sleep", 1), return_exceptions=True)
+
+    with server.http() as http:
+        if asleep:
+            told(http, "/sleep")
+        server.on_loop(cross)
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_asleep"
+        assert told(http, "/wake_up") == {"status": "awake"}
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
 def test_a_batch_waits_while_the_server_sleeps(server):
     with server.http() as http:
         told(http, "/sleep")

@@ -5,6 +5,7 @@ Everything here runs on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ class EngineClient:
         self.jobs = OpenJobs(self.supervisor)
         self.is_paused = False
         self.sleep_level = 0  # 0: awake
+        self._sleep_orders = asyncio.Lock()
         self.facts: Facts | None = None
         self.num_running = 0
         self.on_up: Callable[[], object] = lambda: None
@@ -94,6 +96,15 @@ class EngineClient:
         """Have the engine do something between two steps, however long that takes (see
         `Orders`); errors as of `ask`, which may be any `OnestemError` here."""
         self.supervisor.check_up()
+        if what in ("sleep", "wake_up"):
+            async with self._sleep_orders:  # two that cross would leave the first one's level
+                return await self._order_sleep(what, value)
+        answer = await self._pending_calls.ask(what, value, None)
+        if what == "pause":
+            self.is_paused = True
+        return answer
+
+    async def _order_sleep(self, what: str, value: Any) -> Any:
         before = self.sleep_level
         if what == "sleep":  # from now on requests would reach an engine that sleeps
             self.sleep_level = max(value, before)
@@ -102,9 +113,7 @@ class EngineClient:
         except Exception:
             self.sleep_level = before
             raise
-        if what == "pause":
-            self.is_paused = True
-        elif what == "wake_up" and answer:
+        if what == "wake_up" and answer:
             self.sleep_level = 0
         return answer
 
