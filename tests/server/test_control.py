@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from onestem.server.objects.tenants import Tenant
 from tests.server.harness import running
 from tests.server.test_batches import create, ended, lines
 
@@ -109,6 +110,19 @@ def test_an_order_to_sleep_holds_whatever_it_crosses(server, asleep, other):
         assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_asleep"
         assert told(http, "/wake_up") == {"status": "awake"}
         assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_prefix_that_is_put_beside_the_order_to_sleep_is_no_mistake(server):
+    async def cross() -> list[object]:
+        put = server.service.prefixes.put(Tenant(""), "p", {"text": "a b"})
+        sleep = server.service.client.control("sleep", 1)
+        return await asyncio.gather(put, sleep, return_exceptions=True)
+
+    refused, _ = server.on_loop(cross)
+    assert (refused.status, refused.code) == (503, "engine_asleep")
+    with server.http() as http:
+        told(http, "/wake_up")
+        assert http.get("/v1/prefixes").json()["data"] == []
 
 
 def test_a_batch_waits_while_the_server_sleeps(server):

@@ -234,6 +234,7 @@ class Prefixes:
         while not prefix.ready:
             self.take_infos(await self._client.ask("prefixes"))
             if prefix.refused is not None:
+                self._client.check_awake()  # it may have fallen asleep since
                 raise RequestError(prefix.refused)
             if time.monotonic() > until:
                 raise ApiError(504, "the prefix was not computed in time: try again later")
