@@ -6,6 +6,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <functional>
+#include <utility>
+
 #include "driver.h"
 #include "isa.h"
 #include "sampling.h"
@@ -43,6 +47,55 @@ const Kernels& kernels_of(const std::string& isa) {
   return *kernels;
 }
 
+using Plans = std::vector<PreparedPlan*>;
+
+// Calls of a step's layers, to be made again: of the same tensors, with plans in place of those that
+// they were recorded with. The caller keeps all tensors where they are.
+class Program {
+ public:
+  void begin(Plans plans) {
+    if (recording != nullptr) throw nb::value_error("another program is being recorded");
+    plans_ = std::move(plans);
+    recording = this;
+  }
+  void end() { recording = nullptr; }
+
+  // Whether all slots were inside the pages.
+  bool run(const Plans& plans) const {
+    if (plans.size() != plans_.size()) throw nb::value_error("expected as many plans");
+    nb::gil_scoped_release released;
+    return std::all_of(calls_.begin(), calls_.end(), [&](const auto& call) { return call(plans); });
+  }
+
+  // Makes a call, and records it if a program is being recorded.
+  template <class Call>
+  static bool perform(const Call& call) {
+    if (recording != nullptr) recording->calls_.push_back([=](const Plans&) { return call(); });
+    nb::gil_scoped_release released;
+    return call();
+  }
+
+  template <class Call>
+  static void perform(PreparedPlan& plan, const Call& call) {
+    if (recording != nullptr) {
+      const Plans& known = recording->plans_;
+      const size_t at = std::find(known.begin(), known.end(), &plan) - known.begin();
+      if (at == known.size()) throw nb::value_error("the plan is not of the program");
+      recording->calls_.push_back([=](const Plans& plans) {
+        call(*plans[at]);
+        return true;
+      });
+    }
+    nb::gil_scoped_release released;
+    call(plan);
+  }
+
+ private:
+  static inline thread_local Program* recording = nullptr;
+  Plans plans_;
+  std::vector<std::function<bool(const Plans&)>> calls_;
+};
+
 PreparedPlan* make_plan(const std::string& isa, int32_t page_size, const Ints<1>& run_pages,
                         const Ints<2>& runs, const Ints<2>& spans, const Ints<1>& row_position,
                         int32_t window, bool share, std::vector<float> costs, bool grid,
@@ -75,8 +128,7 @@ void attend_plan(PreparedPlan& plan, int dtype, uintptr_t q, uintptr_t k, uintpt
   call.scale = scale;
   call.alibi_slopes = pointer<float>(alibi_slopes);
   call.softcap = softcap;
-  nb::gil_scoped_release released;
-  attend(call, plan, static_cast<Dtype>(dtype), threads);
+  Program::perform(plan, [=](PreparedPlan& of) { attend(call, of, static_cast<Dtype>(dtype), threads); });
 }
 
 // The work items: (wide, rows, first KV head, KV heads, pieces, nanoseconds, hand); pieces and hand as
@@ -109,9 +161,11 @@ void add_rms_norm(const std::string& isa, int dtype, uintptr_t hidden, uintptr_t
   const AddRmsNormCall call{pointer<void>(hidden), pointer<void>(delta), pointer<void>(weight),
                             pointer<void>(out),    width,                eps, wide_weight};
   const auto run = kernels_of(isa).of[dtype].add_rms_norm;
-  nb::gil_scoped_release released;
-  over_rows(rows, rows * width * 8, threads,
-            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+  Program::perform([=] {
+    over_rows(rows, rows * width * 8, threads,
+              [&](int64_t begin, int64_t end) { run(call, begin, end); });
+    return true;
+  });
 }
 
 bool rope_write(const std::string& isa, int dtype, uintptr_t qkv, uintptr_t q_norm,
@@ -125,23 +179,26 @@ bool rope_write(const std::string& isa, int dtype, uintptr_t qkv, uintptr_t q_no
                            pointer<void>(q),       pointer<void>(k_pages), pointer<void>(v_pages),
                            q_heads, kv_heads, dim, value_heads, eps, page_size,
                            {strides[0], strides[1], strides[2]}, wide_weights, value_norm};
-  for (int64_t i = 0; i < rows; ++i) {
-    if (call.slots[i] < 0 || call.slots[i] >= num_slots) return false;
-  }
   const auto run = kernels_of(isa).of[dtype].rope_write;
-  nb::gil_scoped_release released;
-  over_rows(rows, rows * (q_heads + kv_heads + value_heads) * dim * 8, threads,
-            [&](int64_t begin, int64_t end) { run(call, begin, end); });
-  return true;
+  return Program::perform([=] {
+    for (int64_t i = 0; i < rows; ++i) {
+      if (call.slots[i] < 0 || call.slots[i] >= num_slots) return false;
+    }
+    over_rows(rows, rows * (q_heads + kv_heads + value_heads) * dim * 8, threads,
+              [&](int64_t begin, int64_t end) { run(call, begin, end); });
+    return true;
+  });
 }
 
 void silu_mul(const std::string& isa, int dtype, uintptr_t gate_up, uintptr_t out, int64_t rows,
               int64_t width, int32_t threads) {
   const SiluMulCall call{pointer<void>(gate_up), pointer<void>(out), width};
   const auto run = kernels_of(isa).of[dtype].silu_mul;
-  nb::gil_scoped_release released;
-  over_rows(rows, rows * width * 16, threads,
-            [&](int64_t begin, int64_t end) { run(call, begin, end); });
+  Program::perform([=] {
+    over_rows(rows, rows * width * 16, threads,
+              [&](int64_t begin, int64_t end) { run(call, begin, end); });
+    return true;
+  });
 }
 
 // Whether rows and slots of all parts are there.
@@ -232,9 +289,11 @@ void multiply_codes(const std::string& isa, std::array<int, 2> dtypes, uintptr_t
                            group == 0 ? 1 : depth / group};
   const LinearCall call{weight, pointer<float>(bias), pointer<void>(x), pointer<void>(y), rows, in,
                         out,    nullptr};
-  const Kernels& kernels = kernels_of(isa);
-  nb::gil_scoped_release released;
-  multiply(kernels, call, static_cast<Dtype>(dtypes[0]), static_cast<Dtype>(dtypes[1]), threads);
+  const Kernels* kernels = &kernels_of(isa);
+  Program::perform([=] {
+    multiply(*kernels, call, static_cast<Dtype>(dtypes[0]), static_cast<Dtype>(dtypes[1]), threads);
+    return true;
+  });
 }
 
 // Runs a call over rows in pieces; each row's logits are read some times.
@@ -287,6 +346,11 @@ NB_MODULE(ONESTEM_MODULE, m) {
       .def("last_page", &PreparedPlan::last_page)
       .def("describe", describe)
       .def("attend", attend_plan);
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<>())
+      .def("begin", &Program::begin)
+      .def("end", &Program::end)
+      .def("run", &Program::run);
   m.def("make_plan", make_plan, nb::rv_policy::take_ownership, nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid") = false,
         nb::arg("moved") = std::vector<int32_t>());

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,22 @@ GPU_STEP_ROWS = 8192
 # The caller passes `Decoder.scores` to attention. Where heads have sinks, it gives them their share
 # (`LayerOps.share_sinks`).
 Attend = Callable[[int, Tensor, Heads, Angles], Tensor]
+
+
+class StepRows(NamedTuple):
+    """Rows before a decoder's first layer.
+
+    Attributes:
+        hidden: `[num_rows, hidden_size]`.
+        angles: for each layer.
+        growth: factors of queries `[num_rows, 1]`, where a model has them.
+        vectors: of tokens, for each layer, where a model has them.
+    """
+
+    hidden: Tensor
+    angles: Sequence[Angles]
+    growth: Tensor | None
+    vectors: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,11 +190,29 @@ class Decoder:
         are the rows that it has, None: all. After the last layer's attention only these go on.
         `states`: of layers with the delta rule, where there are any.
         """
-        angles = self.rope.angles(positions)
-        growth = _growth(self.config, positions, self.dtype)
-        sequential = self.config.block == "sequential"
+        return self.through(self.inputs(token_ids, positions), attend, read, states)
+
+    def inputs(self, token_ids: Tensor, positions: Tensor) -> StepRows:
+        """What the layers take of `forward`'s rows."""
         hidden = self._embed(token_ids, positions)
-        vectors = None if self.vectors is None else self.vectors(token_ids, hidden, self.ops)
+        return StepRows(
+            hidden,
+            self.rope.angles(positions),
+            _growth(self.config, positions, self.dtype),
+            None if self.vectors is None else self.vectors(token_ids, hidden, self.ops),
+        )
+
+    @torch.inference_mode()
+    def through(
+        self,
+        rows: StepRows,
+        attend: Attend,
+        read: Tensor | None = None,
+        states: StatesOf | None = None,
+    ) -> Tensor:
+        """`forward` from the first layer on. It writes to `rows.hidden`."""
+        hidden, angles, growth, vectors = rows
+        sequential = self.config.block == "sequential"
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             rounds = layer.rounds if sequential else None

@@ -184,6 +184,10 @@ def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner
     """The model's runner: with CUDA graphs where they can hold the attention."""
     if decoder.device.type == "cpu":
         keep_freed_memory()
+    if impl.name == decoder.ops.name == "cpu":
+        from onestem.engine.step.cpu import CpuRunner
+
+        return CpuRunner(decoder, impl, **options)
     if decoder.device.type != "cuda" or impl.name != "triton":
         return Runner(decoder, impl, **options)
     from onestem.engine.step.graphs import GraphRunner

@@ -186,7 +186,7 @@ class Runner:
         }
         rule = config.delta
         self.states = {
-            layer: self._allocate_states(num_states, rule)
+            layer: _allocate_states(decoder, num_states, rule)
             for layer, has_state in enumerate(() if rule is None else rule.layers)
             if rule is not None and has_state
         }
@@ -203,15 +203,6 @@ class Runner:
             head_major=self.impl.head_major(heads.head_dim, self.decoder.dtype),
         )
         return allocate(), allocate()
-
-    def _allocate_states(self, num_states: int, rule: DeltaRule) -> tuple[Tensor, Tensor]:
-        device, matrices = self.decoder.device, (rule.num_value_heads, rule.key_dim, rule.value_dim)
-        return (
-            torch.empty(
-                num_states, rule.width - 1, rule.channels, dtype=self.decoder.dtype, device=device
-            ),
-            torch.empty(num_states, *matrices, dtype=torch.float32, device=device),
-        )
 
     def warm_up(self) -> None:
         """Make what would else be made in the first steps."""
@@ -304,17 +295,36 @@ class Runner:
         if inputs.choices:
             plan = next(iter(inputs.plans.values()))
             watched = Watched(inputs.choices, plan, self.decoder.device)
-        hidden = self.decoder.forward(
+        hidden = self._hidden(
+            inputs,
+            prepared,
             F.pad(ids, (0, spare)) if spare else ids,
             self.on_device(_padded(inputs.positions, spare, 0)),
-            self._attend(prepared, self.on_device(slots), rows, self.queries(inputs), watched),
+            self.on_device(slots),
             self.on_device(_padded(read, spare_read, 0)) if is_part else None,
             states,
+            watched,
         )
         if inputs.copies:
             self._copy_states(inputs.copies)
         logits = self._logits(inputs, hidden, read if is_part else None)
         return logits if watched is None else replace(logits, attended=watched.total)
+
+    def _hidden(
+        self,
+        inputs: StepInputs,
+        prepared: Prepared,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        read: Tensor | None,
+        states: StatesOf | None,
+        watched: Watched | None,
+    ) -> Tensor:
+        """See `Decoder.forward`; `slots` int64 `[num_rows]`, of keys and values."""
+        rows = len(inputs.positions)
+        attend = self._attend(prepared, slots, rows, self.queries(inputs), watched)
+        return self.decoder.forward(ids, positions, attend, read, states)
 
     def _states_of(self, parts: PartRows) -> StatesOf:
         return lambda layer: LayerStates(*self.states[layer], parts)
@@ -401,3 +411,12 @@ class Runner:
 
 def _padded(values: np.ndarray, spare: int, fill: int) -> np.ndarray:
     return np.pad(values, (0, spare), constant_values=fill) if spare else values
+
+
+def _allocate_states(decoder: Decoder, num_states: int, rule: DeltaRule) -> tuple[Tensor, Tensor]:
+    inputs, matrices = (rule.width - 1, rule.channels), (rule.key_dim, rule.value_dim)
+    empty = partial(torch.empty, device=decoder.device)
+    return (
+        empty(num_states, *inputs, dtype=decoder.dtype),
+        empty(num_states, rule.num_value_heads, *matrices, dtype=torch.float32),
+    )

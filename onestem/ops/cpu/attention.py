@@ -85,7 +85,7 @@ class PreparedCpu:
         isa: str,
         cost: CpuCost | None = None,
     ) -> None:
-        self._native = native().make_plan(
+        self.native = native().make_plan(
             isa,
             plan.page_size,
             plan.run_pages,
@@ -100,7 +100,7 @@ class PreparedCpu:
         )
         self._num_rows, self._num_queries = plan.num_rows, plan.num_queries
         self._page_size = plan.page_size
-        self._last_page = self._native.last_page()
+        self._last_page = self.native.last_page()
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `PreparedAttention`."""
@@ -112,7 +112,7 @@ class PreparedCpu:
         lse = q.new_empty(self._num_rows, num_heads, dtype=torch.float32)
         q = q.contiguous()
         slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
-        self._native.attend(
+        self.native.attend(
             DTYPES[q.dtype],
             q.data_ptr(),
             k_pages.data_ptr(),
@@ -134,7 +134,7 @@ class PreparedCpu:
         self, dtype: torch.dtype, num_q_heads: int, num_kv_heads: int, head_dim: int
     ) -> list[dict[str, Any]]:
         """The work items for these heads, in the order in which they start."""
-        items = self._native.describe(
+        items = self.native.describe(
             DTYPES[dtype], num_q_heads, num_kv_heads, head_dim, torch.get_num_threads()
         )
         names = ("wide", "rows", "kv_head", "num_kv_heads", "pieces", "nanoseconds", "hand")
@@ -167,6 +167,10 @@ class PreparedCpu:
                 f"q {tuple(q.shape)} does not fit pages {tuple(k_pages.shape)} and "
                 f"{tuple(v_pages.shape)} of {self._page_size} slots"
             )
+        self.check(num_queries, pages)
+
+    def check(self, num_queries: int, pages: int) -> None:
+        """Raise `ConfigError` where queries or pages are not those of the plan."""
         if num_queries != self._num_queries or self._last_page >= pages:
             raise ConfigError(
                 f"the plan has {self._num_queries} rows and pages up to {self._last_page}, got "
