@@ -22,7 +22,7 @@ NEW = object()
 
 
 class CpuRunner(Runner):
-    """A `Runner` whose attention and layers are those of `ops.cpu`.
+    """A `Runner` whose attention is that of `ops.cpu`.
 
     Attributes:
         recorded: steps by their number of rows and of threads; None: they cannot be run again.

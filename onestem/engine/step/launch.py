@@ -184,7 +184,7 @@ def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner
     """The model's runner: with CUDA graphs where they can hold the attention."""
     if decoder.device.type == "cpu":
         keep_freed_memory()
-    if impl.name == decoder.ops.name == "cpu":
+    if impl.name == "cpu":
         from onestem.engine.step.cpu import CpuRunner
 
         return CpuRunner(decoder, impl, **options)
