@@ -331,8 +331,9 @@ def test_encode_fills_the_disk_and_run_reads_it(tmp_path):
 def test_encode_says_what_had_no_room(tmp_path):
     schema = tmp_path / "schema.xml"
     schema.write_text(f'<schema name="s"><module name="a">{"word " * 900}</module></schema>')
-    arguments = ["--disk-kv", str(tmp_path / "kv"), "--disk-kv-size", "4MiB", "-q"]
-    result = CliRunner().invoke(app, ["pml", "encode", str(schema), *arguments])
+    arguments = ["--disk-kv", str(tmp_path / "kv"), "--disk-kv-size", "8MiB"]
+    options = ["--dtype", "float32", "-q"]  # in which 512 tokens take 8 MiB
+    result = CliRunner().invoke(app, ["pml", "encode", str(schema), *arguments, *options])
     assert "could not be written" in str(result.exception)
 
 
