@@ -18,12 +18,17 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from onestem.garbage import collecting_less
 
 # A shell's background jobs ignore Ctrl-C from their start, and what they start does too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No example is held to a time: on a busy machine any of them takes longer.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # What one process compiles, the next ones read: tests start some hundred.
 sys.dont_write_bytecode = False

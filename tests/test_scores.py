@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem import LLM, Score
@@ -263,7 +263,6 @@ def test_damaged_weights_are_an_error(model):
 texts = st.lists(st.integers(0, 2), min_size=2, max_size=7)
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_a_tree_scores_each_pair_of_row_and_token_once(items, random):
     starts = [random.randrange(1, len(ids)) for ids in items]

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem.adapters.messages_read import read_count, read_messages
@@ -214,7 +214,6 @@ def whole(text: str, finish_reason: str = "stop", stop_reason=None, max_tokens: 
     return writer(max_tokens).whole(piece(text, finish_reason, stop_reason), USAGE)
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(1, len(TEXT) - 1), max_size=12, unique=True),
     length=st.integers(0, len(TEXT)),

@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem.adapters.responses_read import read_responses
@@ -129,7 +129,6 @@ def test_what_is_not_there_is_refused_by_name(changes, message):
         read(**changes)
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(1, len(TEXT) - 1), max_size=12, unique=True),
     length=st.integers(0, len(TEXT)),

@@ -403,9 +403,7 @@ RAW = (
 )
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(RAW.filter(lambda raw: b"\n" not in raw), max_size=8),
     end=st.sampled_from([b"\n", b"\r\n", b""]),

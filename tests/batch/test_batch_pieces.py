@@ -18,7 +18,7 @@ TEXTS = st.lists(WORDS, min_size=1, max_size=14).map("".join)
 ROW = {"a": "one\ntwo", "b": "Date: 7.", "c": ""}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(TEXTS)
 def test_pieces_of_a_template_make_its_prompts(text):
     recipe = Recipe.of(InputOptions(text="{a}" + text))
@@ -33,7 +33,7 @@ def test_pieces_of_a_template_make_its_prompts(text):
     assert Recipe.of(InputOptions(text=template)).fields["text"].value(ROW) == whole
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_pieces_of_texts_make_the_texts(texts):
     prompts = [[("system", text), ("user", text + "."), ("user", "")] for text in texts]

@@ -199,7 +199,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTraffic.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 7))

@@ -47,7 +47,7 @@ def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
 # --- text --------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(), st.booleans())
 def test_text(tokenizers: dict[str, Tokenizer], text: str, special: bool) -> None:
     for tokenizer in tokenizers.values():
@@ -55,7 +55,7 @@ def test_text(tokenizers: dict[str, Tokenizer], text: str, special: bool) -> Non
         assert streamed(IncrementalDetokenizer(tokenizer), ids) == tokenizer.decode(ids)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 450), max_size=40), st.booleans(), st.sampled_from([None, "\ufffd "])
 )
@@ -70,7 +70,7 @@ def test_any_ids(
         assert streamed(IncrementalDetokenizer(tokenizer, params), ids) == expected
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(max_size=12))
 def test_any_bytes(tokenizers: dict[str, Tokenizer], data: bytes) -> None:
     for tokenizer in tokenizers.values():
@@ -102,7 +102,7 @@ def test_an_unfinished_character_is_flushed_as_decode_does(
         assert tokenizer.decode(ids) == "a\ufffd"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.text(), st.text(), st.data())
 def test_after_a_prompt_the_text_goes_on(
     tokenizers: dict[str, Tokenizer], before: str, after: str, data: st.DataObject
@@ -143,7 +143,7 @@ def reference_stop(text: str, stops: list[str], included: bool) -> tuple[str, st
     return text, None
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(
     st.lists(st.sampled_from(["a", "b", "ab", " ", "é", "the", "\n", "😀"]), max_size=25).map(
         "".join

@@ -31,7 +31,7 @@ def decoder(tiny):
 
 
 @pytest.mark.parametrize("isolation", ["anchored", "isolated", "off"])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(drawn=schemas_with_prompts(3))
 def test_answers_are_those_of_a_full_pass(tiny, decoder, isolation, drawn):
     schema, *prompts = drawn

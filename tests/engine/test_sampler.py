@@ -141,7 +141,7 @@ def random_logits(rows: int, vocab_size: int, seed: int, *, ties: bool = False) 
 # --- equalities --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(rows_strategy, st.integers(0, 2**31), st.booleans())
 def test_tokens_are_those_of_the_reference(rows: list[SamplingRow], seed: int, ties: bool) -> None:
     logits = random_logits(len(rows), VOCAB, seed, ties=ties)
@@ -153,7 +153,7 @@ def test_tokens_are_those_of_the_reference(rows: list[SamplingRow], seed: int, t
     assert sampled.ids.tolist() == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(rows_strategy, st.integers(0, 2**31), st.booleans(), st.randoms())
 def test_alone_is_as_in_any_batch_and_order(
     rows: list[SamplingRow], seed: int, ties: bool, random
@@ -169,7 +169,7 @@ def test_alone_is_as_in_any_batch_and_order(
         assert alone.entries.get(0) == whole.entries.get(i)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows_strategy, st.integers(0, 2**31), st.integers(1, 4))
 def test_steps_without_the_host_between_are_steps_one_by_one(
     rows: list[SamplingRow], seed: int, steps: int
@@ -397,7 +397,6 @@ def test_only_rows_that_ask_get_logprobs() -> None:
     assert len(sampled.entries[2]) == 2
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 300), st.integers(0, 100))
 def test_alternatives_are_in_order_with_ties_by_id(seed: int, vocab_size: int, count: int) -> None:
     logits = random_logits(3, vocab_size, seed, ties=True)

@@ -81,7 +81,7 @@ def word_tokenizer(**extra: Any) -> Tokenizer:
 # --- encoding ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.text() | st.text("ab <s>/|e\n", max_size=30))
 def test_encode_is_the_librarys_with_bos_once(
     tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], text: str
@@ -130,7 +130,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=4))
 def test_raw_texts_are_the_librarys_with_bos_once(
     tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], texts: list[str]
@@ -144,7 +144,7 @@ def test_raw_texts_are_the_librarys_with_bos_once(
         assert tokenizer.encode_batch(raw) == begun
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
 def test_quoted_parts_are_as_messages_in_a_template(directories: Any, value: str) -> None:
     for kind, directory in directories.items():
@@ -231,7 +231,7 @@ def test_chat_is_as_transformers_has_it(
         assert ids.count(tokenizer.bos_token_id) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_names_in_messages_are_characters_and_nothing_else_changes(
     tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], data: st.DataObject
@@ -255,7 +255,7 @@ def test_names_in_messages_are_characters_and_nothing_else_changes(
             assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=3))
 def test_the_marked_way_gives_the_ordinary_tokens(
     tokenizers: dict[str, Tokenizer], contents: list[str]
@@ -374,7 +374,7 @@ def test_a_template_that_changes_letters_does_not_leak_marks(tmp_path: Path) -> 
 # --- decoding ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 500), max_size=25), st.booleans())
 def test_decode_is_the_librarys_unless_bytes_are_no_utf8(
     tokenizers: dict[str, Tokenizer], oracles: dict[str, Any], ids: list[int], skip: bool
@@ -395,7 +395,7 @@ def test_valid_characters_stay_in_a_run_with_broken_ones(tokenizers: dict[str, T
     assert tokenizer.decode(ids) == "é\ufffd"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text())
 def test_text_survives(tokenizers: dict[str, Tokenizer], text: str) -> None:
     for kind, tokenizer in tokenizers.items():
@@ -443,7 +443,7 @@ def test_decoders_that_look_ahead_are_refused() -> None:
 IDLE = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 600), max_size=30), st.booleans())
 def test_steps_that_find_nothing_before_byte_level(
     tokenizers: dict[str, Tokenizer], directories: dict[str, Path], ids: list[int], skips: bool

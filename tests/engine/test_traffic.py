@@ -19,9 +19,7 @@ from tests.engine.harness import (
 PROMPT = st.lists(st.integers(3, 5), min_size=1, max_size=30)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     jobs=st.lists(
         st.tuples(PROMPT, st.integers(1, 12), st.integers(1, 3), st.integers(0, 30)),

@@ -129,7 +129,7 @@ def assert_matches(got: State, want: State, dtype: torch.dtype) -> None:
         assert float((got.lse.double() - want.lse)[~blind].abs().max()) <= max(unit, 2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     page_size=st.sampled_from([1, 3, 16, 64]),
@@ -161,7 +161,7 @@ def test_torch_equals_reference(
         assert_matches(got, want, dtype)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     group=st.integers(1, 4),

@@ -89,7 +89,7 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     page_size=st.sampled_from([1, 3, 16, 64]),

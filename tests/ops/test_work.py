@@ -61,7 +61,7 @@ def moved_rows(plan: AttentionPlan) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**31),
     page_size=st.sampled_from([1, 3, 16, 64]),
@@ -97,7 +97,7 @@ def test_lists_show_what_the_plan_shows(
     assert_shows(packed(work), plan, model, group, work.num_states)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nodes=st.lists(st.integers(1, 40), min_size=2, max_size=4),
     lengths=st.lists(st.integers(1, 60), min_size=4, max_size=4),

@@ -29,7 +29,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(GROUPS, st.lists(st.sampled_from([0.25, 1.0, 3.0]), min_size=1, max_size=6),
        st.integers(1, 5))  # fmt: skip
 def test_every_item_is_computed_once(groups, speeds, most):

@@ -34,7 +34,7 @@ def tokens(rows, order):
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ROWS)
 def test_costs_are_the_tokens_that_a_plan_computes(rows):
     for order in list(permutations(range(len(rows[0]))))[:6]:
@@ -42,7 +42,7 @@ def test_costs_are_the_tokens_that_a_plan_computes(rows):
         assert sum(costs_in(*table(rows), list(order))) == found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ROWS)
 def test_no_order_costs_less(rows):
     values, lengths = table(rows)

@@ -13,7 +13,7 @@ from typing import get_args
 from unittest import mock
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem.options import GroupOrder, Levels
@@ -30,7 +30,6 @@ arbitrary = st.lists(st.integers(0, 2), max_size=8)
 jobs = st.lists(st.one_of(composed, arbitrary), max_size=14)
 any_levels: st.SearchStrategy[Levels] = st.sampled_from(get_args(Levels))
 any_order: st.SearchStrategy[GroupOrder | None] = st.none() | st.sampled_from(get_args(GroupOrder))
-timeless = settings(deadline=None)
 budgets = st.none() | st.integers(1, 120)
 
 
@@ -157,7 +156,6 @@ def check_plan(prompts: list[Prompt], plan: JobPlan) -> None:
     assert report.shared_groups == sum(group.prefix_tokens > 0 for group in plan.groups)
 
 
-@timeless
 @given(jobs, any_levels, any_order, budgets, st.integers(1, 5))
 def test_every_plan_is_sound(
     prompts: list[Prompt],
@@ -180,7 +178,6 @@ def test_every_plan_is_sound(
     assert 0 <= plan.report.saving_one_level <= plan.report.saving_all_levels < 1
 
 
-@timeless
 @given(jobs)
 def test_all_levels_counts_each_shared_token_once(prompts: list[Prompt]) -> None:
     shareable = {tuple(p[:end]) for p in prompts for end in range(1, len(p))}
@@ -190,7 +187,6 @@ def test_all_levels_counts_each_shared_token_once(prompts: list[Prompt]) -> None
     assert report.logical_prompt_tokens == sum(map(len, prompts))
 
 
-@timeless
 @given(jobs)
 def test_one_level_is_algorithm_1(prompts: list[Prompt]) -> None:
     tree = compact_tree(prompts)
@@ -210,7 +206,6 @@ def test_one_level_is_algorithm_1(prompts: list[Prompt]) -> None:
     assert best <= report.logical_prompt_tokens - report.processed_tokens_all_levels
 
 
-@timeless
 @given(jobs, st.data())
 def test_order_of_the_whole_tree(prompts: list[Prompt], data: st.DataObject) -> None:
     length = st.integers(0, 9)
@@ -226,7 +221,6 @@ def test_order_of_the_whole_tree(prompts: list[Prompt], data: st.DataObject) -> 
     assert order.tolist() == reference_order(compact, prompts, None, by_content.tolist())
 
 
-@timeless
 @given(jobs)
 def test_the_heuristic_is_a_greedy_scan(prompts: list[Prompt]) -> None:
     plan = plan_job(prompts, levels="heuristic")
@@ -235,7 +229,6 @@ def test_the_heuristic_is_a_greedy_scan(prompts: list[Prompt]) -> None:
     assert found == heuristic_groups(prompts, sort_prompts(prompts).order.tolist())
 
 
-@timeless
 @given(jobs, budgets)
 def test_whoever_shares_a_prefix_runs_in_succession(
     prompts: list[Prompt], budget: int | None
@@ -249,7 +242,6 @@ def test_whoever_shares_a_prefix_runs_in_succession(
         assert max(places) - min(places) == len(places) - 1
 
 
-@timeless
 @given(jobs, st.integers(1, 60), st.integers(0, 9))
 def test_groups_fit_the_budget_or_share_nothing_more(
     prompts: list[Prompt], budget: int, outputs: int
@@ -263,7 +255,6 @@ def test_groups_fit_the_budget_or_share_nothing_more(
         assert len(texts) == 1 or kv <= budget or max(pairs) == group.prefix_tokens
 
 
-@timeless
 @given(jobs, any_levels, st.randoms(use_true_random=False))
 def test_permuting_the_input_keeps_the_report(
     prompts: list[Prompt], levels: Levels, random: Random
@@ -285,7 +276,6 @@ class Stored(list[Prompt]):
         return np.array([len(prompt) for prompt in self], np.int64)
 
 
-@timeless
 @given(jobs, st.sampled_from([list, Stored]), st.integers(1, 3000))
 def test_sorting_in_buckets_changes_nothing(
     prompts: list[Prompt], kind: Callable[[list[Prompt]], list[Prompt]], key_bytes: int

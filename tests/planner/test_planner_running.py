@@ -6,16 +6,13 @@ from fractions import Fraction
 from itertools import groupby
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onestem.planner import RunningOrder, plan_job, running
 from tests.planner.test_planner_properties import any_levels, any_order, budgets, jobs
 
-timeless = settings(deadline=None)
 
-
-@timeless
 @given(jobs, any_levels, any_order, budgets, st.data())
 def test_all_who_are_left_run_once_and_group_by_group(prompts, levels, order, budget, data):
     asked = data.draw(st.lists(st.integers(1, 9), min_size=len(prompts), max_size=len(prompts)))
@@ -44,7 +41,6 @@ def test_all_who_are_left_run_once_and_group_by_group(prompts, levels, order, bu
         assert begun == [i for i in plan.order.tolist() if i not in finished]
 
 
-@timeless
 @given(jobs, st.data())
 def test_expected_lengths_are_shares_drawn_towards_those_of_larger_prefixes(prompts, data):
     asked = data.draw(st.lists(st.integers(1, 900), min_size=len(prompts), max_size=len(prompts)))

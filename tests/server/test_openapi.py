@@ -30,7 +30,6 @@ CHECKED = (
 JSON = {"Content-Type": "application/json"}
 SECONDS = 5.0  # that the server gives an answer
 BOUNDED = settings(
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],
