@@ -6,8 +6,8 @@
 Eight questions are asked about each choice of three documents (`questions`, `real`), through
 `LLM.chat`. For each share: right answers, those that the whole prompt alone or this share alone has
 (`lost`, `won`), those with the whole prompt's text, by how much less likely its first token is, and
-prompt tokens computed. A share of 1 asks whole prompts again, found in the cache: what that changes
-is the spread of a row. Written to lab/results/modules-answers.json.
+each token of its text, and prompt tokens computed. A share of 1 asks whole prompts again, found in
+the cache: what that changes is the spread of a row. Written to lab/results/modules-answers.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ SETS = {"written": questions.questions, "real": real.questions}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=20)
 
 
-def answers(llm: LLM, asked: list[questions.Question], repair: float) -> tuple[list[Answer], float]:
+def answers(
+    llm: LLM,
+    asked: list[questions.Question],
+    repair: float,
+    params: SamplingParams | list[SamplingParams] = PARAMS,
+) -> tuple[list[Answer], float]:
     """Outputs, and seconds."""
     chats = [
         [
@@ -42,7 +47,7 @@ def answers(llm: LLM, asked: list[questions.Question], repair: float) -> tuple[l
     began = time.perf_counter()
     outputs = llm.chat(
         chats,
-        PARAMS,
+        params,
         documents=documents,
         repair=repair,
         add_generation_prompt=False,
@@ -50,6 +55,17 @@ def answers(llm: LLM, asked: list[questions.Question], repair: float) -> tuple[l
     )
     seconds = time.perf_counter() - began
     return outputs, seconds
+
+
+def token_logprob(
+    llm: LLM, asked: list[questions.Question], whole: list[Answer], repair: float
+) -> float:
+    """The mean log-probability of the tokens of whole prompts' texts."""
+    pairs = [(one, its.outputs[0].text) for one, its in zip(asked, whole, strict=True)]
+    params = [SamplingParams(choices=(text,)) for _, text in pairs if text]
+    outputs, _ = answers(llm, [one for one, text in pairs if text], repair, params)
+    found = [one.outputs[0] for one in outputs]
+    return fmean((one.cumulative_logprob or 0.0) / len(one.token_ids) for one in found)
 
 
 def row(
@@ -103,11 +119,15 @@ def main() -> None:
         asked = list(SETS[name](range(options.prompts)))
         whole: list[Answer] = []
         rows: dict[str, Any] = {}
+        best = 0.0
         for share in (1.0, *options.shares):
             outputs, seconds = answers(llm, asked, share)
             label = "whole" if not whole else f"{share:g}"
             whole = whole or outputs
             rows[label] = {**row(asked, whole, outputs), "seconds": round(seconds, 1)}
+            of_text = token_logprob(llm, asked, whole, share)
+            best = of_text if label == "whole" else best
+            rows[label]["each token, log-probability less"] = round(best - of_text, 4)
             print(name, len(asked), label, rows[label], flush=True)
         result[name] = {"questions": len(asked), "shares": rows}
     write(options.out, result)
