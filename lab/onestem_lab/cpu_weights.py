@@ -5,15 +5,15 @@
         [--against SOURCES]
 
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made (of several builds the
-fastest counts, of each kind of step), FOLDER takes the
-files that it multiplies (random weights of the shapes, written once). `--formats q8_0,q4_k_m,q4_0`
-and `--files` (MODEL.KIND.gguf) give both engines the same file, whose blocks stay as they are;
-beside them int8 or int4 of the same shape is timed (`own`, which reads `own_bytes`), and the same
-file by other SOURCES of Onestem (`against`). Steps are of
-the engine here and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows that decode
-behind 16 tokens. Beside each its floor: bytes of the weights at the memory's rate, or multiply-adds
-at that of int8 products (with AMX of groups: bfloat16), whichever is longer, all measured in the
-same run. `own_most` is the ratio to our own format if nothing but the floors differed.
+fastest counts, of each kind of step), FOLDER takes the files that it multiplies (random weights of
+the shapes, written once). `--formats q8_0,q4_k_m,q4_0` and `--files` (MODEL.KIND.gguf) give both
+engines the same file, whose blocks stay as they are; beside them int8 or int4 of the same shape is
+timed (`own`, which reads `own_bytes`), and the same file by other SOURCES of Onestem (`against`).
+Steps are of the engine here and of `llama_decode` there: 512 tokens of one prompt, 1 and 64 rows
+that decode behind 16 tokens. Beside each its floor: bytes of the weights at the memory's rate, or
+multiply-adds at that of int8 products (with AMX of groups: bfloat16), whichever is longer, all
+measured in the same run. `own_most` is the ratio to our own format if nothing but the floors
+differed.
 
 llama.cpp runs with flash attention and without, its weights repacked and as they are; the fastest
 counts, of each kind of step. `--threads 1` and seconds of the process's processor (`cpu`) tell
