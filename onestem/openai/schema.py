@@ -249,8 +249,8 @@ class Conversation(Object):
     lead_in: _Document | None = Field(
         default=None, json_schema_extra={EXPECTED: "text that is not blank, or an object with one"}
     )
-    """A document like them, after which all but the first are stored (`repair`). Where it is left
-    out, prose that is built in."""
+    """A document like them after which `repair` stores all but the first. Where it is left out,
+    prose that is built in."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""

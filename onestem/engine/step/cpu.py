@@ -42,7 +42,7 @@ class CpuRunner(Runner):
         self.recorded.clear()
         super().release_weights(keep=keep)
 
-    def _hidden(
+    def hidden(
         self,
         inputs: StepInputs,
         prepared: Prepared,
@@ -53,13 +53,14 @@ class CpuRunner(Runner):
         states: StatesOf | None,
         watched: Watched | None,
     ) -> Tensor:
+        """See `Runner`."""
         few = len(ids) == len(inputs.positions) <= MOST_ROWS and not len(inputs.score_rows)
         plain = read is None and states is None and watched is None and bool(prepared)
         key, alone = (len(ids), torch.get_num_threads()), self.decoder.ranks.size == 1
         known = self.recorded.get(key, NEW)
         if not (few and plain and alone and known) or self.queries(inputs) is not None:
             others = read, states, watched
-            return super()._hidden(inputs, prepared, ids, positions, slots, *others)
+            return super().hidden(inputs, prepared, ids, positions, slots, *others)
         rows = self.decoder.inputs(ids, positions)
         of_layers = list({id(one): one for one in rows.angles}.values())
         kinds = [[one is kind for kind in of_layers].index(True) for one in rows.angles]

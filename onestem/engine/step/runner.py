@@ -295,7 +295,7 @@ class Runner:
         if inputs.choices:
             plan = next(iter(inputs.plans.values()))
             watched = Watched(inputs.choices, plan, self.decoder.device)
-        hidden = self._hidden(
+        hidden = self.hidden(
             inputs,
             prepared,
             F.pad(ids, (0, spare)) if spare else ids,
@@ -310,7 +310,7 @@ class Runner:
         logits = self._logits(inputs, hidden, read if is_part else None)
         return logits if watched is None else replace(logits, attended=watched.total)
 
-    def _hidden(
+    def hidden(
         self,
         inputs: StepInputs,
         prepared: Prepared,

@@ -56,7 +56,7 @@ def watch_logits(engine: Engine) -> Rows:
 
 def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
     """Rows of these tokens, in whatever sequence begins with them, from now on. Steps are launched
-    kernel by kernel, one at a time. The engine must hold the whole model, and prompts no modules.
+    call by call, one at a time. The engine must hold the whole model, and prompts no modules.
     """
     found: Operations = {}
     decoder, runner = engine.weights.decoder, engine.launcher.runner
@@ -115,7 +115,8 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
         return out
 
     vars(decoder).update(forward=watched_forward, normed=watched_normed)
-    vars(runner).update(prepare=MethodType(Runner.prepare, runner), depth=1)
+    plain = {name: MethodType(vars(Runner)[name], runner) for name in ("prepare", "hidden")}
+    vars(runner).update(plain, depth=1)
     return found
 
 
