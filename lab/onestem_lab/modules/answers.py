@@ -5,9 +5,10 @@
 
 Eight questions are asked about each choice of three documents (`questions`, `real`), through
 `LLM.chat`. For each share: right answers, those that the whole prompt alone or this share alone has
-(`lost`, `won`), those with the whole prompt's text, by how much less likely its first token is, and
-each token of its text, and prompt tokens computed. A share of 1 asks whole prompts again, found in
-the cache: what that changes is the spread of a row. Written to lab/results/modules-answers.json.
+(`lost`, `won`), those with the whole prompt's text, and prompt tokens computed. Further by how much
+less likely its first token is, and each token of its text. A share of 1 asks whole prompts again,
+found in the cache: what that changes is the spread of a row. Written to
+lab/results/modules-answers.json.
 """
 
 from __future__ import annotations
