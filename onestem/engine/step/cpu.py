@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onestem.engine.step.choices import Watched
 from onestem.engine.step.inputs import StepInputs
-from onestem.engine.step.runner import Prepared, Runner
-from onestem.models.decoder import StepRows
-from onestem.models.delta import StatesOf
+from onestem.engine.step.runner import DecoderRows, Prepared, Runner
 from onestem.ops import Angles
 from onestem.ops.cpu.recorded import Recorded
 
@@ -42,40 +39,30 @@ class CpuRunner(Runner):
         self.recorded.clear()
         super().release_weights(keep=keep)
 
-    def hidden(
-        self,
-        inputs: StepInputs,
-        prepared: Prepared,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        read: Tensor | None,
-        states: StatesOf | None,
-        watched: Watched | None,
-    ) -> Tensor:
+    def hidden(self, inputs: StepInputs, prepared: Prepared, rows: DecoderRows) -> Tensor:
         """See `Runner`."""
-        few = len(ids) == len(inputs.positions) <= MOST_ROWS and not len(inputs.score_rows)
-        plain = read is None and states is None and watched is None and bool(prepared)
-        key, alone = (len(ids), torch.get_num_threads()), self.decoder.ranks.size == 1
+        count = len(rows.ids)
+        few = count == len(inputs.positions) <= MOST_ROWS and not len(inputs.score_rows)
+        plain = rows.read is None and rows.states is None and rows.watched is None
+        alone = bool(prepared) and self.decoder.ranks.size == 1
+        key = count, torch.get_num_threads()
         known = self.recorded.get(key, NEW)
         if not (few and plain and alone and known) or self.queries(inputs) is not None:
-            others = read, states, watched
-            return super().hidden(inputs, prepared, ids, positions, slots, *others)
-        rows = self.decoder.inputs(ids, positions)
-        of_layers = list({id(one): one for one in rows.angles}.values())
-        kinds = [[one is kind for kind in of_layers].index(True) for one in rows.angles]
-        tensors = [rows.hidden, slots, *(tensor for one in of_layers for tensor in one)]
+            return super().hidden(inputs, prepared, rows)
+        given = self.decoder.inputs(rows.ids, rows.positions)
+        kinds = list({id(one): one for one in given.angles}.values())
+        tensors = [given.hidden, rows.slots, *(tensor for one in kinds for tensor in one)]
         plans: list[Any] = [prepared[window] for window in sorted(prepared, key=str)]
+        if isinstance(known, Recorded):
+            return known.run(tensors, plans, len(self.kv_pages[0][0]))
 
         def through(mine: Sequence[Tensor]) -> Tensor:
             hidden, slots, *parts = mine
-            made = [Angles(*parts[2 * i : 2 * i + 2]) for i in range(len(of_layers))]
-            attend = self._attend(prepared, slots, len(ids), None, None)
-            own = StepRows(hidden, [made[kind] for kind in kinds], rows.growth, rows.vectors)
-            return self.decoder.through(own, attend)
+            own = {id(one): Angles(*parts[2 * i : 2 * i + 2]) for i, one in enumerate(kinds)}
+            angles = [own[id(one)] for one in given.angles]
+            attend = self._attend(prepared, slots, count, None, None)
+            return self.decoder.through(given._replace(hidden=hidden, angles=angles), attend)
 
-        if isinstance(known, Recorded):
-            return known.run(tensors, plans, len(self.kv_pages[0][0]))
         made = Recorded(tensors, plans, through)
         self.recorded[key] = made if made.works else None
         return made.found

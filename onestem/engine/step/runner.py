@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -132,6 +132,23 @@ class RankTeam(Protocol):
 
     def close(self) -> None:
         """End the processes."""
+
+
+class DecoderRows(NamedTuple):
+    """What the decoder takes of a step's rows, and of spare ones after them.
+
+    Attributes:
+        ids, positions, slots: int64 `[num_rows]`; slots are those of keys and values.
+        read, states: see `Decoder.forward`.
+        watched: questions that choose what is repaired.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    read: Tensor | None
+    states: StatesOf | None
+    watched: Watched | None
 
 
 class Runner:
@@ -298,33 +315,25 @@ class Runner:
         hidden = self.hidden(
             inputs,
             prepared,
-            F.pad(ids, (0, spare)) if spare else ids,
-            self.on_device(_padded(inputs.positions, spare, 0)),
-            self.on_device(slots),
-            self.on_device(_padded(read, spare_read, 0)) if is_part else None,
-            states,
-            watched,
+            DecoderRows(
+                F.pad(ids, (0, spare)) if spare else ids,
+                self.on_device(_padded(inputs.positions, spare, 0)),
+                self.on_device(slots),
+                self.on_device(_padded(read, spare_read, 0)) if is_part else None,
+                states,
+                watched,
+            ),
         )
         if inputs.copies:
             self._copy_states(inputs.copies)
         logits = self._logits(inputs, hidden, read if is_part else None)
         return logits if watched is None else replace(logits, attended=watched.total)
 
-    def hidden(
-        self,
-        inputs: StepInputs,
-        prepared: Prepared,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        read: Tensor | None,
-        states: StatesOf | None,
-        watched: Watched | None,
-    ) -> Tensor:
-        """See `Decoder.forward`; `slots` int64 `[num_rows]`, of keys and values."""
-        rows = len(inputs.positions)
-        attend = self._attend(prepared, slots, rows, self.queries(inputs), watched)
-        return self.decoder.forward(ids, positions, attend, read, states)
+    def hidden(self, inputs: StepInputs, prepared: Prepared, rows: DecoderRows) -> Tensor:
+        """See `Decoder.forward`."""
+        queries, real = self.queries(inputs), len(inputs.positions)
+        attend = self._attend(prepared, rows.slots, real, queries, rows.watched)
+        return self.decoder.forward(rows.ids, rows.positions, attend, rows.read, rows.states)
 
     def _states_of(self, parts: PartRows) -> StatesOf:
         return lambda layer: LayerStates(*self.states[layer], parts)
