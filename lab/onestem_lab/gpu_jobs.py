@@ -106,15 +106,15 @@ PARTS = (
         "hybrid",
         "qwen3.5-9b",
         (WIDE_JOB, LONG_JOB),
-        280,
-        f"--kv-memory 100GiB --peer-seconds 225 --peer-settings '{json.dumps(STATES)}'",
+        390,
+        f"--kv-memory 100GiB --peer-seconds 300 --peer-settings '{json.dumps(STATES)}'",
     ),
     beside(
         "hybrid-moe",
         "qwen3.6-35b-a3b",
         (WIDE_JOB, LONG_JOB),
-        260,
-        "--quantization fp8 --alone --kv-memory 90GiB --peer-seconds 195 "
+        420,
+        "--quantization fp8 --alone --kv-memory 90GiB --peer-seconds 330 "
         f"--peer-settings '{json.dumps(STATES_FP8)}'",
     ),
     Part(
