@@ -45,8 +45,10 @@ from onestem.ops.work.units import pairs_of
 SEGMENT, FIRST_SEGMENT, FIRST_TO = 256, 128, 512
 
 # Items are cut that are longer than so many times what each program would walk if all walked the
-# same, those of other tiles too, which run beside: states and short items cost more.
+# same, those of other tiles too, which run beside: short items cost more. With several tiles, few
+# rows' and others: what is cut from an item costs twice as much, a few rows' tile less than one.
 LONG = 1.2
+LONG_BESIDE = 0.6, 1.45
 
 _ATOM = 1 << 32  # more than there are positions
 
@@ -347,7 +349,8 @@ def _draft(
     tile = np.searchsorted(np.array(tile_rows), num_rows)
     apart = (tile == 0) & cut_few
     kind = np.where(apart, tile, np.maximum(tile, several))
-    fair = (LONG * tiles.sum() / at_a_time)[kind] if at_a_time.all() else np.inf
+    long = np.where(apart, *LONG_BESIDE) if several else LONG
+    fair = ((long * tiles).sum() / at_a_time)[kind] if at_a_time.all() else np.inf
     folds = start == seen.start[seen.first[atom]]
     is_cut = folds & (apart | (tiles > fair))
     length = np.maximum(np.minimum(fair, tiles), 1).astype(np.int64) * block_n
