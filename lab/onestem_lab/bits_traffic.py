@@ -3,11 +3,12 @@ against the same request alone and cold.
 
     python -m onestem_lab.bits_traffic [--positions 1000000] [--families llama,qwen3,gemma3]
         [--dtypes bfloat16,float32,float16] [--device cpu] [--processes 1] [--threads 1]
-        [--seconds S] [--out FILE]
+        [--scored 4] [--seconds S] [--out FILE]
 
 Requests share beginnings of all lengths, are greedy or sampled, have several answers and scores,
 and run in engines with pages and steps of random sizes, with ample and with little KV memory, twice
-each (`tests.engine.test_deterministic`). A position is a whole row of log-probabilities. Ends when
+each (`tests.engine.test_deterministic`). A position is a whole row of log-probabilities; one prompt
+in `--scored` has some of its own. Ends when
 so many were compared or the time is over, with exit code 1 if a bit differs. Written to
 lab/results/bits-traffic.json.
 """
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a process")
+    parser.add_argument("--scored", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=RESULTS / "bits-traffic.json")
     options = parser.parse_args()
@@ -64,7 +66,7 @@ def main() -> None:
     ):
         paths = {name: make_tiny(name, Path(folder) / name) for name in options.families.split(",")}
         jobs = (
-            pool.submit(compared, options.device, seed, family, path, dtype)
+            pool.submit(compared, options.device, seed, family, path, dtype, options.scored)
             for seed in count(0)
             for family, path in paths.items()
             for dtype in options.dtypes.split(",")
@@ -92,11 +94,11 @@ def prepare(threads: int) -> None:
 
 
 def compared(
-    device: str, seed: int, family: str, path: Path, dtype: str
+    device: str, seed: int, family: str, path: Path, dtype: str, scored: int
 ) -> tuple[str, dict[str, int]]:
     """Of one seed in one model: its name, and what was counted."""
     decoder = load_decoder(path, dtype=getattr(torch, dtype), device=device, deterministic=True)
-    made = traffic(decoder, seed)
+    made = traffic(decoder, seed, scored=scored)
     return f"{family}, {dtype}", {name: getattr(made, name) for name in COUNTED}
 
 

@@ -89,9 +89,9 @@ VOCAB = 270
 Key = tuple[str, int, int]  # request, sequence, index of the last token seen
 
 
-def tree_of_requests(seed: int, longest: int = 600) -> list[Request]:
+def tree_of_requests(seed: int, longest: int = 600, scored: int = 4) -> list[Request]:
     """Requests of all kinds: prompts that share heads of several lengths, equal ones, prefixes of
-    others and single tokens; greedy and sampled ones, several answers, scores."""
+    others and single tokens; greedy and sampled ones, several answers; one in `scored` scores."""
     rng = np.random.default_rng(seed)
 
     def draw(most: int) -> list[int]:
@@ -114,13 +114,13 @@ def tree_of_requests(seed: int, longest: int = 600) -> list[Request]:
             logprobs=2,
             ignore_eos=True,
         )
-        scored = int(rng.integers(len(prompt))) if number % 4 == 0 else None
+        score_from = int(rng.integers(len(prompt))) if number % scored == 0 else None
         requests.append(
             Request(
                 request_id=str(number),
                 prompt_token_ids=prompt,
                 params=params,
-                score_from=scored,
+                score_from=score_from,
             )
         )
     return requests
@@ -139,12 +139,13 @@ def watched(engine: Engine, note: Callable[[Key, Tensor], None]) -> Engine:
 def alone(
     decoder: Decoder, requests: Iterable[Request]
 ) -> tuple[dict[Key, Tensor], dict[str, RequestOutput]]:
-    """Rows and outputs of each request alone, in a cold engine."""
+    """Rows and outputs of each request alone, with nothing cached."""
     rows: dict[Key, Tensor] = {}
     outputs = {}
+    engine = watched(engine_with(decoder, num_pages=200, deterministic=True), rows.setdefault)
     for request in requests:
-        engine = engine_with(decoder, num_pages=200, deterministic=True)
-        outputs |= answer(watched(engine, rows.setdefault), [request])
+        assert engine.reset_prefix_cache()
+        outputs |= answer(engine, [request])
     return rows, outputs
 
 
@@ -205,10 +206,12 @@ class Traffic:
 SHARES = ("full", "full", "storage", "off")
 
 
-def traffic(decoder: Decoder, seed: int, shares: Iterable[str] = SHARES) -> Traffic:
+def traffic(
+    decoder: Decoder, seed: int, shares: Iterable[str] = SHARES, scored: int = 4
+) -> Traffic:
     """A tree of requests in several engines, the first with more KV memory than it takes."""
     rng = np.random.default_rng(seed)
-    made = Traffic(decoder, tree_of_requests(seed))
+    made = Traffic(decoder, tree_of_requests(seed, scored=scored))
     longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in made.requests)
     for number, share in enumerate(shares):
         size = int(rng.choice([1, 3, 8, 16, 48]))
