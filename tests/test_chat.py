@@ -88,7 +88,7 @@ def test_an_interrupt_ends_the_answer_alone(llm):
 
 def test_a_message_that_is_refused_is_not_kept(llm, capsys):
     conversation = Conversation(llm, PARAMS, None)
-    talk(conversation, iter(["word " * 100_000, "/what", "", "/bye", "never read"]))
+    assert talk(conversation, iter(["word " * 100_000, "/what", "", "/bye", "never read"])) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "/reset begins again" in err
@@ -114,6 +114,9 @@ def test_lines_of_the_input_are_messages(llm):
     done = CliRunner().invoke(app, arguments, input="One?\n/help\n")
     assert done.stdout == said_by(llm, "One?", system="Be short.")[0] + "\n"
     assert "/system TEXT" in done.stderr
+    assert done.exit_code == 0
+    refused = CliRunner().invoke(app, arguments, input="One?\n/what\n")
+    assert (refused.stdout, refused.exit_code) == (done.stdout, 1)
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path):

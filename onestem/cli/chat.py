@@ -38,7 +38,8 @@ def chat(
     top_k: options.TopK = None,
 ) -> None:
     """Talk to a model. Each turn computes only what is new: the conversation before it is in KV
-    memory. /help lists commands. Without a terminal each line of the input is a message."""
+    memory. /help lists commands. Without a terminal each line is a message; a refused one makes the
+    exit code 1."""
     from onestem.errors import ConfigError
     from onestem.request import SamplingParams
 
@@ -57,19 +58,23 @@ def chat(
         print(f"{llm.name}: /help lists commands, Ctrl-D leaves", file=sys.stderr)
     # The first Ctrl-C ends an answer, not the command.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    talk(Conversation(llm, params, system), _lines(is_terminal))
+    refused = talk(Conversation(llm, params, system), _lines(is_terminal))
+    if refused and not is_terminal:
+        raise typer.Exit(1)
 
 
-def talk(conversation: Conversation, lines: Iterator[str]) -> None:
-    """Answer the lines; one that begins with / is a command."""
+def talk(conversation: Conversation, lines: Iterator[str]) -> int:
+    """Answer the lines; one that begins with / is a command. Returns how many were refused."""
     from onestem.errors import RequestError
 
+    refused = 0
     for line in lines:
         word, _, rest = line.partition(" ")
         if word in (*LEAVE, "/reset", "/stats", "/help") and rest.strip():
             print(f"{word} takes no text, and nothing was done: give it alone", file=sys.stderr)
+            refused += 1
         elif word in LEAVE:
-            return
+            break
         elif word == "/system" and rest.strip():
             conversation.begin(rest.strip())
         elif word == "/system":
@@ -82,13 +87,16 @@ def talk(conversation: Conversation, lines: Iterator[str]) -> None:
             print(HELP, file=sys.stderr)
         elif word.startswith("/") and word[1:].isalpha():
             print(f"there is no command {word}: /help lists them", file=sys.stderr)
+            refused += 1
         elif line.strip():
             try:
                 conversation.answer(line, lambda piece: print(piece, end="", flush=True))
             except RequestError as error:
                 print(f"{error} (/reset begins again)", file=sys.stderr)
+                refused += 1
                 continue
             print()
+    return refused
 
 
 class Conversation:
