@@ -41,7 +41,7 @@ OF_EXPERTS = {
     "BLOCK_E": 128,
     "TILES": {"out": 64, "rows": 16},
 }
-FLOATS = {"bits": 8, "is_float": True, "plane": 128, "groups": 1, "zero": 0, "even": True}
+FLOATS = {"bits": 8, "is_float": True, "plane": 64, "groups": 1, "zero": 0, "even": True}
 CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
 NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
 ROPE = {
@@ -157,8 +157,8 @@ KERNELS = {
         4,
     ),
     "experts of float8": (
-        *("tiled_experts", "_down_kernel", 90, {**EXPERTS, "codes": "*fp8e4nv"}),
-        {**OF_EXPERTS, "PACKING": {**FLOATS, "asm": True}},
+        *("tiled_experts", "_down_kernel", 90, EXPERTS),
+        {**OF_EXPERTS, "PACKING": {**FLOATS, "asm": True, "whole": True}},
         4,
     ),
     "experts of mxfp4": (
@@ -269,7 +269,7 @@ INSTRUCTIONS = {
     "Hopper, few rows": ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", "L2::evict_last"),
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "experts of 4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
-    "experts of float8": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",),
+    "experts of float8": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x07f007f0"),
     "experts of mxfp4": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x01c001c0"),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),

@@ -133,6 +133,21 @@ def test_float8_in_groups() -> None:
     _check(packed, codes.double() * wide, torch.float16)
 
 
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_every_float8_of_one_group(has_nan: bool) -> None:
+    """All values, and NaN, which the instructions of their own do not know."""
+    values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = (values if has_nan else values.nan_to_num(0)).to(torch.float8_e4m3fn).repeat(70, 1)
+    scales = torch.rand(70, 1, generator=torch.Generator().manual_seed(1))
+    packed = TiledGroups.of(codes.to(DEVICE), scales.to(DEVICE), None, None, 256, 8)
+    assert packed.packing.asm == (DEVICE.type == "cuda" and not has_nan)
+    assert packed.scales.numel() == 128  # once for each row of two blocks
+    dense, known = packed.dense(torch.float32).cpu(), ~codes.float().isnan()
+    assert torch.equal(dense[known], (codes.float() * scales)[known])
+    if DEVICE.type == "cuda":  # the interpreter has no NaN of float8
+        assert bool(dense[~known].isnan().all())
+
+
 def test_widths_that_are_not_packed() -> None:
     assert not TiledGroups.takes(80, 40, 4)
     assert not TiledGroups.takes(80, 40, 8)

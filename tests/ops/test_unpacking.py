@@ -13,6 +13,8 @@ from onestem.ops.triton.tiled_groups import (
     BYTES_FP16,
     E2M1_BF16,
     E2M1_FP16,
+    E4M3_BF16,
+    E4M3_FP16,
     UNPACK_BF16,
     UNPACK_FP16,
 )
@@ -105,6 +107,19 @@ def test_eight_bits_less_a_zero_point(zero: int, place: int) -> None:
     own = torch.full_like(codes, -1024 - zero).half()
     got = run(BYTES_FP16.value[place], pairs(WORDS), pairs(own))
     assert torch.equal(halves(got, torch.float16).int(), codes - zero)
+
+
+@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize(
+    ("assembly", "dtype"), [(E4M3_BF16, torch.bfloat16), (E4M3_FP16, torch.float16)]
+)
+def test_float8(assembly: object, dtype: torch.dtype, place: int) -> None:
+    codes = ((WORDS.int() >> (8 * place)) & 255).to(torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float()
+    got = halves(run(assembly.value[place], pairs(WORDS)), dtype)  # type: ignore[attr-defined]
+    known = ~values.isnan()
+    assert torch.equal(got.float()[known], values[known])
+    assert torch.equal(got.signbit(), codes > 127)  # of zeros too
 
 
 @pytest.mark.parametrize("place", range(4))

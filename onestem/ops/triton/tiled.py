@@ -47,10 +47,11 @@ class Packing:
         groups: groups of columns in a chunk.
         zero: the zero point of all groups; -1: each has its own.
         even: whether the last chunk is whole.
-        asm: whether assembly unpacks codes.
+        asm: whether assembly unpacks codes. It does not know NaN.
         has_minimums: whether groups have minimums.
         span: chunks of a super-block; 0: scales and minimums have one level.
         is_e2m1: whether codes stand for the numbers of e2m1, doubled.
+        whole: whether all columns are one group, whose numbers are there once.
     """
 
     bits: int
@@ -63,11 +64,12 @@ class Packing:
     has_minimums: bool = False
     span: int = 0
     is_e2m1: bool = False
+    whole: bool = False
 
     @property
     def in_word(self) -> int:
         """Codes in a word."""
-        return 1 if self.is_float else 16 // self.bits
+        return 16 // self.bits
 
     @property
     def places(self) -> int:

@@ -300,7 +300,8 @@ class _Packed:
         held = [_Matrix.of(one.rows(rows) if halves > 1 else one) for one in weights]
         if len({one.packing.zero for one in held}) > 1:
             held = [one.with_zeros() for one in held]
-        (packing,) = {one.packing for one in held}
+        asm = all(one.packing.asm for one in held)
+        (packing,) = {replace(one.packing, asm=asm) for one in held}
         scales = _stacked([one.scales for one in held])
         others = scales
         if any(one.others is not one.scales for one in held):

@@ -87,6 +87,19 @@ def _e2m1(kind: str, left: int, sign: int, mask: str, power: str) -> tuple[str, 
     )
 
 
+def _e4m3(kind: str, left: int, mask: str, power: str) -> tuple[str, ...]:
+    """Likewise for each of two places of float8. A GPU converts it to bfloat16 one by one, by
+    instructions that are slower than all of these."""
+    return tuple(
+        f"{{ .reg .b32 t, s, z; {'shl.b32' if shift > 0 else 'shr.u32'} t, $1, {abs(shift)}; "
+        f"shl.b32 s, $1, {sign}; and.b32 t, t, {mask}; lop3.b32 t, s, 0x80008000, t, 0xea; "
+        f"mov.b32 s, {power}; mov.b32 z, 0x80008000; fma.rn.{kind}x2 $0, t, s, z; }}"
+        for shift, sign in ((left, 8), (left - 8, 0))
+    )
+
+
+E4M3_BF16 = tl.constexpr(_e4m3("bf16", 4, "0x07f007f0", "0x7b807b80"))  # 2 ** 120
+E4M3_FP16 = tl.constexpr(_e4m3("f16", 7, "0x3f803f80", "0x5c005c00"))  # 2 ** 8
 E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 6, "0x01c001c0", "0x7f007f00"))  # 2 ** 127
 E2M1_FP16 = tl.constexpr(_e2m1("f16", 9, 3, "0x0e000e00", "0x78007800"))  # 2 ** 15
 
@@ -97,7 +110,17 @@ def _values(codes, zero, dtype: tl.constexpr, PLACE: tl.constexpr, PACKING: tl.c
     ASM: tl.constexpr = PACKING.asm and dtype != tl.float32
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
     if PACKING.is_float:
-        value = codes.to(dtype)
+        if not ASM:
+            byte = (codes >> (8 * PLACE)).to(tl.uint8)
+            value = byte.to(tl.float8e4nv, bitcast=True).to(dtype)
+        elif IS_BF16:
+            value = tl.inline_asm_elementwise(
+                E4M3_BF16[PLACE], "=r,r", [codes], tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            value = tl.inline_asm_elementwise(
+                E4M3_FP16[PLACE], "=r,r", [codes], tl.float16, is_pure=True, pack=2
+            )
     elif PACKING.bits == 8:
         if not ASM:
             value = ((codes >> (8 * PLACE) & 255) - zero[:, None]).to(dtype)
@@ -214,6 +237,8 @@ def sums_of(
     j = tl.arange(0, PLANE)
     line = block * num_chunks
     code_at = codes + (line * (_ROWS * PLANE * WORDS) + n % _ROWS * PLANE)[:, None] + j[None, :]
+    if PACKING.whole:
+        line = block
     at, above = line * (_ROWS * PACKING.lines) + n % _ROWS, line
     if PACKING.span:
         above = block * tl.cdiv(num_chunks, PACKING.span) * (_ROWS * PACKING.kinds) + n % _ROWS
@@ -222,12 +247,16 @@ def sums_of(
         row_at += j[:, None]
     total = tl.zeros(SHAPE, tl.float32)
     # Scales are loaded a chunk before their use, so nothing waits for them.
-    following = _numbers_of(scales, others, at, above, first, PACKING)
+    following = _numbers_of(scales, others, at, above, 0 if PACKING.whole else first, PACKING)
     for chunk in range(first, last):
         numbers = following
-        following = _numbers_of(scales, others, at, above, tl.minimum(chunk + 1, last - 1), PACKING)
+        of_chunk = 0 if PACKING.whole else chunk
+        if not PACKING.whole:
+            following = _numbers_of(
+                scales, others, at, above, tl.minimum(chunk + 1, last - 1), PACKING
+            )
         for group in tl.static_range(GROUPS):
-            zero = _zero_of(others, at + (chunk * GROUPS + group) * _ROWS, PACKING.zero)
+            zero = _zero_of(others, at + (of_chunk * GROUPS + group) * _ROWS, PACKING.zero)
             part = tl.zeros(SHAPE, tl.float32)
             if PACKING.has_minimums:
                 sums = tl.zeros(SHAPE, tl.float32)
@@ -316,16 +345,19 @@ def _groups_dense(
     row, j = tl.arange(0, _ROWS), tl.arange(0, PLANE)
     block = tl.program_id(1).to(tl.int64)
     line = block * num_chunks
+    first = (line + tl.program_id(0)) * (WORDS * _ROWS)
+    chunk = tl.program_id(0)
+    if PACKING.whole:
+        line, chunk = block, 0
     at, above = line * (_ROWS * PACKING.lines) + row, line
     if PACKING.span:
         above = block * tl.cdiv(num_chunks, PACKING.span) * (_ROWS * PACKING.kinds) + row
-    numbers = _numbers_of(scales, others, at, above, tl.program_id(0), PACKING)
-    first = (line + tl.program_id(0)) * (WORDS * _ROWS)
+    numbers = _numbers_of(scales, others, at, above, chunk, PACKING)
     code_at = codes + (first + row)[:, None] * PLANE + j[None, :]
     n = tl.program_id(1) * _ROWS + row
     to = out + n.to(tl.int64)[:, None] * size + j[None, :]
     for place in tl.static_range(PLACES):
-        group_at = at + (tl.program_id(0) * GROUPS + place * GROUPS // PLACES) * _ROWS
+        group_at = at + (chunk * GROUPS + place * GROUPS // PLACES) * _ROWS
         zero = _zero_of(others, group_at, PACKING.zero)
         if place % IN_WORD == 0:
             word = tl.load(code_at + place // IN_WORD * (_ROWS * PLANE))
@@ -371,11 +403,11 @@ class TiledGroups:
     of columns.
 
     Attributes:
-        codes: float8_e4m3fn, or words, int16 (`in_words`):
-            `[blocks, chunks, words of a chunk's row * 64, plane]`.
-        scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly. In
-            two levels int32 `[blocks, chunks, kinds, 64]`: four bytes, 128 more than the parts of a
-            chunk's scales and of its minimums.
+        codes: words, int16 (`in_words`): `[blocks, chunks, words of a chunk's row * 64, plane]`.
+        scales: `[blocks, chunks, groups of a chunk, 64]`, of 16 bits if these hold them exactly;
+            one chunk for all if all columns are one group of 8 bits. In two levels int32 `[blocks,
+            chunks, kinds, 64]`: four bytes, 128 more than the parts of a chunk's scales and of its
+            minimums.
         others: minimums, like scales; or zero points, int32, if groups have their own: wide enough
             for asynchronous copies; or numbers of super-blocks, float16
             `[blocks, super-blocks, kinds, 64]`; or else scales again.
@@ -419,8 +451,8 @@ class TiledGroups:
         if table is not None and not (in_4 and tuple(table) == E2M1):
             known = torch.tensor(table, device=codes.device) + 128
             codes, zero, table, in_4 = known.to(torch.uint8)[codes.int()], 128, None, False
-        is_float = codes.is_floating_point()
-        plane = _plane(group if group < size else 0, is_float)
+        is_float, values = codes.is_floating_point(), codes.view(torch.uint8)
+        plane = _plane(group if group < size else 0)
         packing = Packing(
             4 if in_4 else 8,
             is_float=is_float,
@@ -428,22 +460,19 @@ class TiledGroups:
             groups=0,  # below
             zero=zero,
             even=False,
-            asm=codes.is_cuda,
+            asm=codes.is_cuda and not (is_float and bool((values & 127 == 127).any())),
             has_minimums=minimums is not None,
             is_e2m1=table is not None,
+            whole=not in_4 and group >= size,
         )
         chunk = plane * packing.places
-        # As bytes: torch does not pad float8.
-        raw = in_blocks(codes.view(torch.uint8), chunk)
+        raw = in_blocks(values, chunk)
         raw = raw.unflatten(3, (-1, plane * packing.in_word)).transpose(2, 3).flatten(2, 3)
-        raw = (
-            raw.contiguous().view(codes.dtype)
-            if packing.is_float
-            else in_words(raw, packing.in_word)
-        )
+        raw = in_words(raw, packing.in_word)
         # The group of each stretch of columns with one group, by its first column.
         width = math.gcd(group, chunk) if group < size else chunk
-        begins = torch.arange(0, raw.shape[1] * chunk, width, device=codes.device)
+        end = width if packing.whole else raw.shape[1] * chunk
+        begins = torch.arange(0, end, width, device=codes.device)
         groups = (begins // group).clamp_(max=-(-size // group) - 1)
         packed, others, span = _packed(scales, minimums, many, groups, chunk // width)
         packing = replace(packing, groups=chunk // width, even=size % chunk == 0, span=span)
@@ -551,10 +580,9 @@ _GROUP_TILES = (
 )
 
 
-def _plane(group: int, is_float: bool) -> int:
+def _plane(group: int) -> int:
     """Columns that are multiplied at once and share a scale. 0: there is one group."""
-    largest = 128 if is_float else 64
-    return next(plane for plane in (largest, 64, 32, 16) if group % plane == 0)
+    return next(plane for plane in (64, 32, 16) if group % plane == 0)
 
 
 def _zero_points(zeros: Tensor | None) -> tuple[int, Tensor | None]:
