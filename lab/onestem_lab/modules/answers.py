@@ -2,6 +2,7 @@
 
     python -m onestem_lab.modules.answers MODEL [--dtype bfloat16] [--prompts 125]
                                           [--shares 0 0.1 0.2 0.3 0.5] [--sets written real]
+                                          [--lead-in 0 600 1000]
 
 Eight questions are asked about each choice of three documents (`questions`, `real`), through
 `LLM.chat`. For each share: right answers, those that the whole prompt alone or this share alone has
@@ -14,8 +15,10 @@ lab/results/modules-answers.json.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,8 +37,9 @@ def answers(
     asked: list[questions.Question],
     repair: float,
     params: SamplingParams | list[SamplingParams] = PARAMS,
+    lead_in: dict[str, str] | None = None,
 ) -> tuple[list[Answer], float]:
-    """Outputs, and seconds."""
+    """Outputs, and seconds. lead_in: see `LLM.chat`."""
     chats = [
         [
             {"role": "system", "content": questions.SYSTEM},
@@ -51,6 +55,7 @@ def answers(
         params,
         documents=documents,
         repair=repair,
+        lead_in=lead_in,
         add_generation_prompt=False,
         continue_final_message=True,
     )
@@ -59,14 +64,24 @@ def answers(
 
 
 def token_logprob(
-    llm: LLM, asked: list[questions.Question], whole: list[Answer], repair: float
+    llm: LLM,
+    asked: list[questions.Question],
+    whole: list[Answer],
+    repair: float,
+    lead_in: dict[str, str] | None = None,
 ) -> float:
     """The mean log-probability of the tokens of whole prompts' texts."""
     pairs = [(one, its.outputs[0].text) for one, its in zip(asked, whole, strict=True)]
     params = [SamplingParams(choices=(text,)) for _, text in pairs if text]
-    outputs, _ = answers(llm, [one for one, text in pairs if text], repair, params)
+    outputs, _ = answers(llm, [one for one, text in pairs if text], repair, params, lead_in)
     found = [one.outputs[0] for one in outputs]
     return fmean((one.cumulative_logprob or 0.0) / len(one.token_ids) for one in found)
+
+
+def document_like(tokens: int) -> dict[str, str]:
+    """A document like the written ones."""
+    one = questions.document(random.Random("lead-in"), "Greta", tokens)
+    return {"title": one.title, "text": one.text}
 
 
 def row(
@@ -104,6 +119,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=125, help="choices of documents")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3, 0.5])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["written"])
+    help_ = "tokens of a `lead_in` like the written documents; 0: none, the engine's own prose"
+    parser.add_argument("--lead-in", type=int, nargs="+", default=[0], help=help_)
     parser.add_argument("--kv-memory", default="2GiB")
     parser.add_argument("--out", type=Path, default=RESULTS / "modules-answers.json")
     options = parser.parse_args()
@@ -121,12 +138,14 @@ def main() -> None:
         whole: list[Answer] = []
         rows: dict[str, Any] = {}
         best = 0.0
-        for share in (1.0, *options.shares):
-            outputs, seconds = answers(llm, asked, share)
-            label = "whole" if not whole else f"{share:g}"
+        for share, tokens in [(1.0, 0), *product(options.shares, options.lead_in)]:
+            lead_in = document_like(tokens) if tokens else None
+            outputs, seconds = answers(llm, asked, share, lead_in=lead_in)
+            label = f"{share:g}, behind {tokens} tokens" if tokens else f"{share:g}"
+            label = label if whole else "whole"
             whole = whole or outputs
             rows[label] = {**row(asked, whole, outputs), "seconds": round(seconds, 1)}
-            of_text = token_logprob(llm, asked, whole, share)
+            of_text = token_logprob(llm, asked, whole, share, lead_in)
             best = of_text if label == "whole" else best
             rows[label]["each token, log-probability less"] = round(best - of_text, 4)
             print(name, len(asked), label, rows[label], flush=True)
