@@ -26,10 +26,22 @@ class Label(NamedTuple):
         space: which requests may see them, and what they saw that is not on their path. Runs of
             different spaces never match ("" is the common one).
         shift: position of a token minus its index in the sequence.
+        jumps: (index, shift), ascending: tokens before that index, from the last one's on, have
+            another shift. Where a model's attention asks for no places, a node's positions may
+            jump.
     """
 
     space: Hashable = ""
     shift: int = 0
+    jumps: tuple[tuple[int, int], ...] = ()
+
+    def positions(self, first: int, end: int) -> np.ndarray:
+        """int64 `[end - first]`: position ids of tokens first..end-1."""
+        index = np.arange(first, end)
+        if not self.jumps:
+            return index + self.shift
+        ends, shifts = np.array(self.jumps).T
+        return index + np.append(shifts, self.shift)[np.searchsorted(ends, index, "right")]
 
 
 class Stretch(NamedTuple):
@@ -78,7 +90,8 @@ class Node:
 
     @property
     def position(self) -> int:
-        """Position id of its first token; positions inside a node are consecutive."""
+        """Position id of its first token if all of its positions follow each other up to the last
+        one, as they do in a node without `Label.jumps`."""
         return self.start + self.label.shift
 
     @property

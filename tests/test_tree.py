@@ -77,6 +77,18 @@ def test_a_jump_of_positions_ends_a_match():
     assert (matched, node.position) == (4, 2)
 
 
+def test_a_node_whose_positions_jump():
+    label = Label(shift=10, jumps=((3, 4), (5, 6)))
+    assert label.positions(1, 7).tolist() == [5, 6, 9, 10, 15, 16]
+    tree = RadixTree(Node((), None, 0))
+    tree.insert(Node([1, 2, 3, 4], tree.root, 0, label))
+    jumps = [Stretch(0, label)]
+    assert tree.match(ids(1, 2, 3, 5), stretches=jumps)[1] == 3
+    assert tree.match(ids(1, 2, 3, 4), stretches=jumps)[1] == 4
+    others = [Stretch(0, Label(shift=10, jumps=((3, 4),)))]
+    assert tree.match(ids(1, 2, 3, 4), stretches=others)[1] == 0
+
+
 def test_a_node_with_children_stays():
     tree = RadixTree(Node((), None, 0))
     put(tree, [1, 2])

@@ -4,7 +4,7 @@ Every sequence holds a path of runs and writes the last one. A run enters the tr
 tokens are known, so that other sequences wait for it instead of computing it again.
 
 Runs have labels (`onestem.tree`). Prompts with different cache salts or different modules share
-nothing. A run ends where positions jump.
+nothing. A run ends where positions jump, or has a label that says where.
 """
 
 from __future__ import annotations

@@ -267,8 +267,8 @@ class Sequence:
 
     def positions(self, first: int, end: int) -> np.ndarray:
         """int64 `[end - first]`: position ids of tokens first..end-1."""
-        parts = [np.arange(a, b) + label.shift for a, b, label in cut(self.stretches, end, first)]
-        return np.concatenate(parts)
+        parts = cut(self.stretches, end, first)
+        return np.concatenate([label.positions(a, b) for a, b, label in parts])
 
     @property
     def num_stretches(self) -> int:

@@ -401,6 +401,11 @@ class Description:
         return is_relative and not isinstance(self.positions, Learned)
 
     @property
+    def asks_for_places(self) -> bool:
+        """Whether a window or slopes ask where a key is, besides how it is turned."""
+        return isinstance(self.positions, Alibi) or any(self.sliding_windows)
+
+    @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
         """Each layer's RoPE; None: it has none."""
         if isinstance(self.positions, LayerRotary):

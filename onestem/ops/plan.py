@@ -42,7 +42,8 @@ class AttentionPlan:
             follow each list.
         runs: int32 `[num_runs, 4]`, C-contiguous, columns `RUN_FIELDS`: where the run's page list
             begins in `run_pages`; the first slot used in its first page; its number of tokens; the
-            position id of its first token. Positions inside a run are consecutive.
+            position id of its first token. Positions inside a run are consecutive, unless neither
+            a window nor ALiBi asks for them.
         spans: int32 `[num_spans, 6]`, C-contiguous, columns `SPAN_FIELDS`.
         row_position: int32 `[num_queries]`, position id of each row, then of each of `moved`.
         moved: int32 `[num_moved, 2]`, columns `MOVED_FIELDS`. Query `num_rows + i` is row `row` as
@@ -144,7 +145,8 @@ class PlanBuilder:
         self.num_page_ids = len(behind.run_pages) if behind is not None else 0
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
-        self._shifted: dict[int, list[tuple[int, int, int, int, int, int]]] = {}  # by shift
+        self._shifts: list[int] = []  # of each of them
+        self._more: list[tuple[np.ndarray, int]] = []  # spans that were added together; their shift
 
     def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
         """Add a run stored in `pages` (int32) from slot `offset` of the first; return its index."""
@@ -166,8 +168,12 @@ class PlanBuilder:
         step = step if rows > 1 else 0
         if rows <= 0 or end + (rows - 1) * step <= first:
             return
-        spans = self._shifted.setdefault(shift, []) if shift else self._spans
-        spans.append((row, rows, run, first, end, step))
+        self._spans.append((row, rows, run, first, end, step))
+        self._shifts.append(shift)
+
+    def add_spans(self, spans: np.ndarray, shift: int) -> None:
+        """Add spans (int32 `[n, 6]`) of one shift, each of which shows something."""
+        self._more.append((spans, shift))
 
     def add_runs(
         self, pages: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]], *, slack: int = 0
@@ -186,14 +192,14 @@ class PlanBuilder:
     def add_row_spans(self, count: int) -> None:
         """Add spans of row i over run i, for i < `count`; their `END` is set in the built plan."""
         self._spans.extend((i, 1, i, 0, 0, 0) for i in range(count))
+        self._shifts.extend([0] * count)
 
     def build(self, row_position: np.ndarray) -> AttentionPlan:
         """The plan over rows with the given position ids, int `[num_rows]`."""
         row_position = np.asarray(row_position, dtype=np.int32)
-        moved = self._place_shifted(len(row_position))
         pages = np.concatenate(self._pages) if self._pages else np.zeros(0)
         runs = np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))
-        spans = np.array(self._spans, dtype=np.int32).reshape(-1, len(SPAN_FIELDS))
+        spans, moved = self._placed(len(row_position))
         if self._behind is not None:
             runs = np.concatenate((self._behind.runs, runs))
             spans = np.concatenate((self._behind.spans, spans))
@@ -212,20 +218,32 @@ class PlanBuilder:
             moved=moved,
         )
 
-    def _place_shifted(self, num_rows: int) -> np.ndarray:
-        """Give spans that have a shift their rows, after all others; `AttentionPlan.moved`."""
-        none = np.zeros((0, len(MOVED_FIELDS)), np.int32)
-        moved = [none if self._behind is None else self._behind.moved]
-        first = num_rows + len(moved[0])
-        for shift, spans in self._shifted.items():
-            shown = [np.arange(row, row + rows) for row, rows, *_ in spans]
-            sources = np.flatnonzero(np.bincount(np.concatenate(shown))).astype(np.int32)
-            for row, rows, run, start, end, step in spans:
-                row = first + int(np.searchsorted(sources, row))
-                self._spans.append((row, rows, run, start, end, step))
-            moved.append(np.stack((sources, np.full_like(sources, shift)), 1))
-            first += len(sources)
-        return np.concatenate(moved)
+    def _placed(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """The spans, in which those that have a shift show runs to queries after all rows; and
+        `AttentionPlan.moved`, whose queries of one shift are ascending rows."""
+        own = np.array(self._spans, np.int32).reshape(-1, len(SPAN_FIELDS))
+        spans = np.concatenate([own, *(spans for spans, _ in self._more)])
+        counts, shifts = [len(spans) for spans, _ in self._more], [shift for _, shift in self._more]
+        shift = np.concatenate((np.array(self._shifts, np.int64), np.repeat(shifts, counts)))
+        before = np.zeros((0, len(MOVED_FIELDS)), np.int32)
+        before = before if self._behind is None else self._behind.moved
+        shifted = np.flatnonzero(shift)
+        if not len(shifted):
+            return spans, before
+        # Stretches of rows that some span of a shift shows, by shift and row.
+        known, kind = np.unique(shift[shifted], return_inverse=True)
+        start = kind * (num_rows + 1) + spans[shifted, ROW]
+        order = np.argsort(start, kind="stable")
+        reach = np.maximum.accumulate((start + spans[shifted, ROWS])[order])
+        new = np.flatnonzero(np.append(True, start[order][1:] > reach[:-1]))
+        begin, end = start[order][new], np.append(reach[new[1:] - 1], reach[-1])
+        row = begin % (num_rows + 1)
+        at = np.cumsum(end - begin) - (end - begin)  # of their queries
+        nth = np.searchsorted(begin, start, "right") - 1
+        spans[shifted, ROW] = num_rows + len(before) + (at[nth] + start - begin[nth])
+        rows = np.repeat(row - at, end - begin) + np.arange(int((end - begin).sum()))
+        moved = np.stack((rows, np.repeat(known[begin // (num_rows + 1)], end - begin)), 1)
+        return spans, np.concatenate((before, moved.astype(np.int32)))
 
 
 def windowed(plan: AttentionPlan, window: int | None) -> AttentionPlan:

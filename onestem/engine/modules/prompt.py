@@ -3,19 +3,27 @@
 What a prompt computes (arguments, new text, the answer) is a sequence like any other, with jumps of
 positions. What it imports are runs beside it, each seen by the rows after it (`anchored`) or by all
 (`isolated`). `docs/pml.md` has the rules.
+
+Repaired documents leave a prompt many short stretches of its own, and hide as many pieces of what
+it imports. As runs they would each take a page and a span. So what such a prompt computes is one
+run, whose positions jump, where the model's attention allows that.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from onestem.cache import ModuleRun, ModuleStore
-from onestem.pml import CompiledPrompt, Segment
+from onestem.models.description import Description
+from onestem.ops.work.arrays import ragged
+from onestem.pml import CompiledPrompt, DocumentsPrompt, Segment
 from onestem.tree import Label, Stretch
 
 
@@ -30,14 +38,16 @@ class Import:
     in_use: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ImportedRun:
-    """The same of the segment's run, whose token 0 the sequence would see at `position`."""
+    """What a sequence's tokens see of a segment's run, whose token 0 they would see at `position`.
+
+    Attributes:
+        pieces: int64 `[n, 3]`, columns `first`, `begin` and `in_use` of its `Import`s, ascending.
+    """
 
     run: ModuleRun
-    first: int
-    begin: int
-    in_use: int
+    pieces: np.ndarray
     position: int
 
     @property
@@ -47,8 +57,15 @@ class ImportedRun:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the run's tokens are seen."""
-        return self.in_use - self.begin == len(self.run.tokens)
+        """Whether all of the run's tokens are seen, from one token on."""
+        (_, begin, in_use), *more = self.pieces.tolist()
+        return not more and in_use - begin == len(self.run.tokens)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 `[n]`, ascending: the run's tokens that the sequence's last one sees."""
+        _, begin, in_use = self.pieces.T
+        return ragged(begin, in_use - begin)
 
 
 class PmlPrompt:
@@ -56,8 +73,7 @@ class PmlPrompt:
 
     Args:
         salt: of what it computes for itself; module_salt: of the modules that it imports.
-        moves: a module's keys and values serve any position (`Description.sees_distances`); else
-            each position has its own.
+        model: what it runs on.
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
@@ -65,34 +81,46 @@ class PmlPrompt:
             that see the same modules.
         encoded: segments that are computed once for all prompts, and their placeholders, each
             after those that it attends to.
-        imports: what the tokens see of these.
+        imports: what the tokens see of these, segment by segment.
+        moves: a module's keys and values serve any position; else each position has its own.
     """
 
     def __init__(
-        self, compiled: CompiledPrompt, salt: str, module_salt: str, *, moves: bool = False
+        self, compiled: CompiledPrompt, salt: str, module_salt: str, model: Description
     ) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
         self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
         self.salt = salt
         self.module_salt = module_salt
-        self.moves = moves
+        self.moves = model.sees_distances
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
-        self.stretches = tuple(self._stretches(positions, compiled.next_position))
+        joins = isinstance(compiled, DocumentsPrompt) and not model.asks_for_places
+        self.stretches = tuple(self._stretches(positions, compiled.next_position, joins=joins))
 
     def _imports(self, positions: np.ndarray, *, isolated: bool) -> Iterator[Import]:
         for index, segment in enumerate(self.encoded):
-            for begin, end in segment.seen if segment.kind == "cached" else ():
-                first = 0 if isolated else int(np.searchsorted(positions, segment.position + begin))
+            seen = list(segment.seen) if segment.kind == "cached" else []
+            begins = np.array([begin for begin, _ in seen], np.int64) + segment.position
+            firsts = np.searchsorted(positions, begins) * (not isolated)
+            for first, (begin, end) in zip(firsts.tolist(), seen, strict=True):
                 yield Import(index, first, begin, end)
 
-    def _stretches(self, positions: np.ndarray, next_position: int) -> Iterator[Stretch]:
+    def _stretches(
+        self, positions: np.ndarray, next_position: int, *, joins: bool
+    ) -> Iterator[Stretch]:
+        """joins: all from the first jump or import on is one."""
         shifts = np.append(positions, next_position) - np.arange(len(positions) + 1)
         jumps = (np.flatnonzero(np.diff(shifts)) + 1).tolist()
-        starts = sorted({0, *jumps, *(one.first for one in self.imports)})
-        spaces = self._spaces(starts)
-        return (Stretch(at, Label(next(spaces), int(shifts[at]))) for at in starts)
+        starts = ends = sorted({0, *jumps, *(one.first for one in self.imports)})
+        if joins and len(starts) > 1:
+            starts, ends = starts[:2], [0, len(positions)]
+        spaces = self._spaces(ends)
+        for at, end in zip(starts, ends, strict=True):
+            inside = jumps[bisect_right(jumps, at) : bisect_right(jumps, end)]
+            before = tuple((jump, int(shifts[jump - 1])) for jump in inside)
+            yield Stretch(at, Label(next(spaces), int(shifts[end]), before))
 
     def _spaces(self, tokens: Iterable[int]) -> Iterator[Hashable]:
         """Names for what ascending tokens see that is not on their path."""
@@ -160,13 +188,11 @@ class SequenceModules:
                 self._attach(index, segment)
         self.seen = tuple(
             ImportedRun(
-                self._runs[one.segment],
-                one.first,
-                one.begin,
-                one.in_use,
-                prompt.encoded[one.segment].position,
+                self._runs[index],
+                np.array([(one.first, one.begin, one.in_use) for one in pieces]),
+                prompt.encoded[index].position,
             )
-            for one in prompt.imports
+            for index, pieces in groupby(prompt.imports, lambda one: one.segment)
         )
 
     def _attach(self, index: int, segment: Segment) -> None:

@@ -185,15 +185,16 @@ def check_pml(
             "the model attends to: give 0 or 1"
         )
     answer_tokens = longest_choice(request, tokenizer) or 1
-    prompt = PmlPrompt(compiled, "", "", moves=config.sees_distances)
+    prompt = PmlPrompt(compiled, "", "", config)
     positions = config.max_position_embeddings
     if compiled.next_position + answer_tokens > positions:
         raise RequestError(
             f"the answer would begin at position {compiled.next_position}, and the model has "
             f"{positions}: shorten the prompt, or import less"
         )
-    if isinstance(compiled, DocumentsPrompt):  # each block that is repaired may be a run
-        num_pages -= compiled.num_repaired // BLOCK * -(-BLOCK // page_size)
+    if isinstance(compiled, DocumentsPrompt):
+        size = BLOCK if config.asks_for_places else max(1, compiled.num_repaired)  # of a run
+        num_pages -= compiled.num_repaired // size * -(-size // page_size)
     room = prompt.most_tokens(max_positions=positions, num_pages=num_pages, page_size=page_size)
     if room < len(prompt.tokens) + answer_tokens:
         raise RequestError(
@@ -423,12 +424,8 @@ class SequenceFactory:
         """Set what a request's sequences compute and import; None: the prompt as it is."""
         request = state.request
         if compiled is not None:
-            state.pml = PmlPrompt(
-                compiled,
-                request.cache_salt,
-                request.module_salt,
-                moves=self.config.sees_distances,
-            )
+            salts = request.cache_salt, request.module_salt
+            state.pml = PmlPrompt(compiled, *salts, self.config)
         state.most_tokens = self._most_tokens(state)
 
     def refuse(self, request: Request, error: BaseException) -> None:

@@ -39,14 +39,14 @@ class ChoiceRows:
         in the prompt."""
         at = 0
         for one in self.seen:
-            place, end = one.position + one.begin, one.position + one.in_use
-            total[place:end] += part[at : at + end - place]
-            at += end - place
+            tokens = one.tokens
+            total[one.position + tokens] += part[at : at + len(tokens)]
+            at += len(tokens)
 
     @property
     def num_seen(self) -> int:
         """Tokens that they see of documents."""
-        return sum(one.in_use - one.begin for one in self.seen)
+        return sum(len(one.tokens) for one in self.seen)
 
 
 def choice_bounds(choices: Seq[ChoiceRows]) -> np.ndarray:
@@ -71,8 +71,9 @@ class Watched:
                 if run.shift:
                     moved = np.flatnonzero(plan.moved[:, 1] == run.shift)
                     queries = moved[np.searchsorted(plan.moved[moved, 0], rows)] + plan.num_rows
-                slots = run.run.slots(run.begin, run.in_use)
-                place = np.arange(run.position + run.begin, run.position + run.in_use)
+                tokens = run.tokens
+                slots = run.run.slots(0, len(run.run.tokens))[tokens]
+                place = run.position + tokens
                 runs.append((slots, place, queries, rows, plan.row_position[rows]))
         order = sorted(range(len(runs)), key=lambda i: len(runs[i][0]))
         self._parts: list[_Part] = []

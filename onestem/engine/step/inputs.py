@@ -18,10 +18,11 @@ from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
 from onestem.engine.step.choices import ChoiceRows
 from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, StateRows, windowed
-from onestem.ops.plan import END, RUN_LEN, RUN_PAGES
+from onestem.ops.plan import END, RUN_LEN, RUN_PAGES, SPAN_FIELDS
 
 # Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8
+AFTER_ALL = 2**31  # an index after all of a prompt's tokens
 
 
 class Rows(Columns):
@@ -168,14 +169,20 @@ class _Layout:
             self._close(run, shift, span)
         self._open[run, shift] = _OpenSpan(row, rows, 1)
 
-    def see_import(self, one: ImportedRun, row: int, rows: int) -> None:
-        """Let rows see what is imported of a module's run."""
+    def see_import(self, one: ImportedRun, row: int, rows: int, at: int = AFTER_ALL) -> None:
+        """Let rows, tokens of a sequence from index `at` on, see what it imports of a run."""
+        first, begin, in_use = one.pieces.T
+        unseeing = np.clip(first - at, 0, rows)  # rows before that
         if one.whole:
-            self.see_whole(one.run, row, rows, one.shift)
-        else:
-            self.builder.add_span(
-                row, rows, self.index(one.run), one.in_use, first=one.begin, shift=one.shift
-            )
+            if unseeing[0] < rows:
+                skip = int(unseeing[0])
+                self.see_whole(one.run, row + skip, rows - skip, one.shift)
+            return
+        spans = np.zeros((len(first), len(SPAN_FIELDS)), np.int32)
+        columns = (row + unseeing, rows - unseeing, self.index(one.run), begin, in_use)
+        for column, values in enumerate(columns):
+            spans[:, column] = values
+        self.builder.add_spans(spans[unseeing < rows], one.shift)
 
     def _close(self, run: Run, shift: int, span: _OpenSpan) -> None:
         end = len(run.tokens)
@@ -256,9 +263,7 @@ class _ChunkLayout(_Layout):
         self.ids.append(sequence.ids()[a:b].astype(np.int64))
         self.positions.append(sequence.positions(a, b))
         for one in sequence.imports:
-            rows = b - max(a, one.first)
-            if rows > 0:
-                self.see_import(one, self.num_rows + b - a - rows, rows)
+            self.see_import(one, self.num_rows, b - a, a)
         for run in path:
             if run.start >= b:
                 break
