@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from onestem.ops.work.model import CostModel
 
 ALIKE = 1.1  # items whose times differ by at most this factor are dealt out together
+FEW = 8  # such items are dealt one by one, in fewer operations
 MOST_HANDS, LONG = 0.7, 0.35  # of the hands; of the others' time (`hands_in_rows`)
 
 
@@ -19,17 +21,23 @@ def dealt(time: np.ndarray, free: np.ndarray) -> np.ndarray:
     begin, in ns."""
     order = np.argsort(-time, kind="stable")
     hand = np.zeros(len(time), np.int64)
-    load, hands = free, len(free)
+    load, hands = free.copy(), len(free)
     size = np.floor(np.log(time[order]) / np.log(ALIKE))
-    for items in np.split(order, np.flatnonzero(np.diff(size)) + 1):
-        if len(items) == 0:
+    bounds = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(order)]
+    for first, end in pairwise(bounds):
+        items = order[first:end]
+        if len(items) <= FEW:
+            for item in items.tolist():
+                soonest = int(load.argmin())
+                hand[item] = soonest
+                load[soonest] += time[item]
             continue
         # Times at which each hand could begin its next item of this size, the one after it, ...
         longest = float(time[items[0]])
         most = int(len(items) // hands + (load.max() - load.min()) // longest + 2)
         begin = load[:, None] + longest * np.arange(min(most, len(items)))
-        first = np.argsort(begin.T.reshape(-1), kind="stable")[: len(items)]
-        hand[items] = first % hands
+        places = np.argsort(begin.T.reshape(-1), kind="stable")[: len(items)]
+        hand[items] = places % hands
         load = load + np.bincount(hand[items], time[items], hands)
     return hand
 

@@ -43,6 +43,7 @@ LEAVES, GOES_ON = 1, 2  # `Hand` in csrc/attention.h
 SIMILAR = 8  # steps whose rows and tokens differ by at most this part keep a `Choice`
 KEPT_LISTS = 16  # work lists made with a choice before it is compared again
 # Of what atoms see, where rows are moved: with more, a list takes longer to make than it may save.
+# So does any list of prompts with moved rows, since it serves one step.
 MOST_COMPARED = 4096
 
 
@@ -309,8 +310,9 @@ class _Drafts:
         model = cost if kept is None or kept.multiply else small
         groups = self.grouped(model)
         draft = self.drafted(groups, model)
-        few = len(pairs.span) <= MOST_COMPARED or not len(self.plan.moved)
-        if not cost.together or not few or draft.num_states == 0 or seen == draft.walked:
+        prompts = bool(pairs.spans[5].any())  # a step of 1
+        pays = not len(self.plan.moved) or not (prompts or len(pairs.span) > MOST_COMPARED)
+        if not cost.together or not pays or draft.num_states == 0 or seen == draft.walked:
             return draft, None
         different = _different_tokens(pairs)
 
