@@ -19,12 +19,14 @@ class PagePool:
     neither free nor held can be evicted.
 
     Attributes:
+        part: slots in the parts of pages that plans of prompts may have as their pages; 0: whole
+            pages alone.
         num_free, num_held: pages that are so now.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, part: int = 0) -> None:
         self.num_pages = num_pages
-        self.page_size = page_size
+        self.page_size, self.part = page_size, part
         self._free = np.ones(num_pages, bool)
         self.num_free = num_pages
         self._refs = np.zeros(num_pages, np.int32)

@@ -25,7 +25,7 @@ from onestem.engine.schedule.throttle import FEWEST_ROWS, CheckPace, StepLimits
 from onestem.engine.schedule.waiting import SourceError
 from onestem.engine.sequence import RequestState, StepChanges
 from onestem.engine.step.batch_rows import BatchRows
-from onestem.engine.step.launch import Launcher, make_runner
+from onestem.engine.step.launch import Launcher, make_runner, part_size
 from onestem.engine.step.results import Results
 from onestem.engine.step.runner import Logits, RankTeam, StepRunner
 from onestem.engine.step.sequence_table import SequenceTable
@@ -107,7 +107,9 @@ class Engine:
             decoder, impl, num_pages=num_pages, page_size=page_size, share=share, **own
         )
         self.cache = PrefixCache(
-            PagePool(num_pages, page_size), enabled=share != "off", states=states
+            PagePool(num_pages, page_size, part_size(impl, decoder, page_size)),
+            enabled=share != "off",
+            states=states,
         )
         sampler = Sampler(
             config.vocab_size, defaults, decoder.device, logprobs_mode=options.logprobs_mode

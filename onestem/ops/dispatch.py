@@ -62,6 +62,12 @@ class AttentionImpl(Protocol):
         or sharing. What a row sees must be at positions without a gap."""
         ...
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a plan may, and had better, have parts of the pages as its pages where tokens of
+        modules are hidden. A page's parts follow each other unless it is `head_major`."""
+        ...
+
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         """The page layout with which it is fastest, see `allocate_pages`."""
         ...

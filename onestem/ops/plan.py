@@ -132,17 +132,21 @@ class PlanBuilder:
 
     Args:
         page_size: slots in a page.
+        part: of those, slots in a part of a page; a plan with runs of parts has these as pages.
 
     Attributes:
         num_page_ids: page ids of all runs so far, and room for more.
     """
 
-    def __init__(self, page_size: int, behind: AttentionPlan | None = None) -> None:
-        self.page_size = page_size
+    def __init__(
+        self, page_size: int, behind: AttentionPlan | None = None, *, part: int = 0
+    ) -> None:
+        self.page_size, self._part = page_size, part
         self._behind = behind
         self._first_run = behind.num_runs if behind is not None else 0
         self._pages: list[np.ndarray] = [behind.run_pages] if behind is not None else []
         self.num_page_ids = len(behind.run_pages) if behind is not None else 0
+        self._parts: dict[int, np.ndarray] = {}  # by run
         self._runs: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int, int, int, int, int]] = []
         self._shifts: list[int] = []  # of each of them
@@ -151,6 +155,14 @@ class PlanBuilder:
     def add_run(self, pages: np.ndarray, offset: int, length: int, position: int) -> int:
         """Add a run stored in `pages` (int32) from slot `offset` of the first; return its index."""
         return self.add_runs([pages], [(offset, length, position)])
+
+    def add_part_run(self, parts: np.ndarray, length: int, position: int) -> int:
+        """Add a run of tokens in parts of pages (int32: page id * parts of a page + part), from the
+        first one's first slot; return its index."""
+        run = self._first_run + len(self._runs)
+        self._parts[run] = parts
+        self._runs.append((0, 0, length, position))
+        return run
 
     def add_span(
         self,
@@ -200,23 +212,36 @@ class PlanBuilder:
         pages = np.concatenate(self._pages) if self._pages else np.zeros(0)
         runs = np.array(self._runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))
         spans, moved = self._placed(len(row_position))
+        page_size = self.page_size
         if self._behind is not None:
             runs = np.concatenate((self._behind.runs, runs))
             spans = np.concatenate((self._behind.spans, spans))
             if len(self._behind.moved):  # they come after all rows
                 before, rows = self._behind.num_rows, spans[: self._behind.num_spans, ROW]
                 rows[rows >= before] += len(row_position) - before
+        if self._parts:
+            page_size = self._part
+            pages, runs = self._parted(pages, runs)
         if len(moved):
             more = row_position[moved[:, 0]] - moved[:, 1]
             row_position = np.concatenate((row_position, more))
         return AttentionPlan(
-            page_size=self.page_size,
+            page_size=page_size,
             run_pages=pages.astype(np.int32, copy=False),
             runs=runs,
             spans=spans,
             row_position=row_position,
             moved=moved,
         )
+
+    def _parted(self, pages: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Page lists and runs with parts as pages."""
+        count = self.page_size // self._part
+        whole = (pages[:, None] * count + np.arange(count)).ravel()
+        runs[:, RUN_PAGES] *= count
+        sizes = [len(parts) for parts in self._parts.values()]
+        runs[list(self._parts), RUN_PAGES] = len(whole) + np.cumsum(sizes) - sizes
+        return np.concatenate([whole, *self._parts.values()]), runs
 
     def _placed(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """The spans, in which those that have a shift show runs to queries after all rows; and

@@ -20,6 +20,7 @@ class ReferenceAttention:
 
     name: str = "reference"
     deterministic = False
+    takes_parts = True
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return False

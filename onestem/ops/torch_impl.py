@@ -26,6 +26,7 @@ class TorchAttention:
     name: str = "torch"
     cost: CostModel = field(default_factory=CostModel)
     deterministic = False
+    takes_parts = False  # what it gathers would be in more stretches
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return False

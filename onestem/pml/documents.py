@@ -91,17 +91,15 @@ class DocumentsPrompt(CompiledPrompt):
         hidden = np.zeros(len(self.ids), bool)
         for start, end in self._chosen(attended):
             hidden[start:end] = True
-        return replace(self, segments=tuple(_segments(self.ids, self.documents, hidden)))
+        stored = [one for one in self.segments if one.is_encoded]
+        return replace(self, segments=_segments(self.ids, stored, hidden))
 
     def _chosen(self, attended: np.ndarray) -> np.ndarray:
         """Blocks, as ranges of the prompt's tokens `[n, 2]`: those that the question attends to
         most, the earlier of equal ones."""
-        blocks = [
-            (start, min(start + BLOCK, segment.end))
-            for segment in self._behind_first
-            for start in range(segment.position, segment.end, BLOCK)
-        ]
-        ranges = np.array(blocks, np.int64).reshape(-1, 2)
+        starts = [np.arange(one.position, one.end, BLOCK) for one in self._behind_first]
+        ends = [np.append(each[1:], one.end) for each, one in zip(starts, self._behind_first)]
+        ranges = np.stack((np.concatenate(starts), np.concatenate(ends)), 1)
         sums = np.add.reduceat(np.append(attended, 0.0), ranges.ravel())[::2]
         ranges = ranges[np.argsort(-sums / np.diff(ranges)[:, 0], kind="stable")]
         return ranges[np.diff(ranges)[:, 0].cumsum() <= self.num_repaired]
@@ -110,13 +108,12 @@ class DocumentsPrompt(CompiledPrompt):
 def with_documents(ids: Sequence[int] | np.ndarray, documents: Documents) -> DocumentsPrompt:
     """A prompt whose documents' keys and values are looked for where they were computed."""
     array = np.asarray(ids, np.int32)
-    segments = tuple(_segments(array, documents, np.zeros(len(array), bool)))
+    segments = _segments(array, _stored(array, documents), np.zeros(len(array), bool))
     return DocumentsPrompt("", "anchored", segments, len(array), array, documents)
 
 
-def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list[Segment]:
-    """What is stored, then what is computed, each by position. `hidden` bool `[n]`: tokens that are
-    computed though a document has them."""
+def _stored(ids: np.ndarray, documents: Documents) -> list[Segment]:
+    """What is stored, by position."""
     # The prompt's last token is computed, since its logits begin the answer.
     before = documents.spans[0][0]
     modules = [(a, min(b, len(ids) - 1)) for a, b in documents.spans[before > HEAD :]]
@@ -128,7 +125,6 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
     last = Segment("cached", lead_in, 0, "lead-in", key=key, hidden=whole, home=len(head))
     after_both = [*after_head, last]
     stored: list[Segment] = []
-    own = np.ones(len(ids), bool)
     for a, b in modules:
         if b - a < BLOCK:
             continue
@@ -139,17 +135,31 @@ def _segments(ids: np.ndarray, documents: Documents, hidden: np.ndarray) -> list
             attends = tuple(range(first, len(stored)))
             stored.append(replace(one, position=at, attends=attends))
             at = stored[-1].end
-        own[a:b] = hidden[a:b]
         key = segment_key(KIND, ids[a:b], [(a - one.position, one.key) for one in stored[first:]])
-        attends, mine = tuple(range(first, len(stored))), _stretches(hidden, a, b)
-        unseen = tuple((i - a, j - a) for i, j in mine)
-        document = Segment("cached", ids[a:b], a, "document", attends, key, hidden=unseen)
-        stored.append(replace(document, home=sum(len(one.token_ids) for one in behind)))
+        attends = tuple(range(first, len(stored)))
+        home = sum(len(one.token_ids) for one in behind)
+        stored.append(Segment("cached", ids[a:b], a, "document", attends, key, home=home))
+    return stored
+
+
+def _segments(
+    ids: np.ndarray, stored: Sequence[Segment], hidden: np.ndarray
+) -> tuple[Segment, ...]:
+    """What is stored, then what is computed, each by position. `hidden` bool `[n]`: tokens that are
+    computed though a document has them."""
+    own, segments = np.ones(len(ids), bool), []
+    for one in stored:
+        if one.origin == "document":
+            a, b = one.position, one.end
+            own[a:b] = hidden[a:b]
+            unseen = tuple((i - a, j - a) for i, j in _stretches(hidden, a, b))
+            one = replace(one, hidden=unseen)
+        segments.append(one)
     computed = [Segment("text", ids[a:b], a, "prompt") for a, b in _stretches(own, 0, len(ids))]
-    return stored + computed
+    return (*segments, *computed)
 
 
 def _stretches(marks: np.ndarray, first: int, end: int) -> list[tuple[int, int]]:
     """Where `marks` is True from first to end-1, as ranges."""
     edges = np.flatnonzero(np.diff(np.pad(marks[first:end].astype(np.int8), 1))) + first
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+    return [(a, b) for a, b in edges.reshape(-1, 2).tolist()]

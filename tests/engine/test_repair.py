@@ -14,6 +14,7 @@ from onestem.cache.storage import DiskStore
 from onestem.engine.modules.prompt import ImportedRun, SequenceModules
 from onestem.errors import RequestError
 from onestem.models.weights import load_decoder
+from onestem.ops.reference import ReferenceAttention
 from onestem.pml import Documents, DocumentsPrompt, Segment, with_documents
 from onestem.request import Request, SamplingParams
 from onestem.scores import completion_tree
@@ -101,6 +102,29 @@ def test_chunks_and_pages(tiny, chunk, page_size, share):
         prompt_of((3, 2), 0.0),
     ]
     check(tiny("llama"), prompts, max_step_tokens=chunk, page_size=page_size, share=share)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "share"), [(7, 16, "full"), (900, 24, "full"), (64, 4, "storage")]
+)
+def test_hidden_blocks_are_left_out_of_page_lists(tiny, monkeypatch, chunk, page_size, share):
+    """Where an implementation takes parts of pages as pages, beside rows that decode."""
+    sizes = []
+    prepare = ReferenceAttention.prepare
+    monkeypatch.setattr(
+        ReferenceAttention,
+        "prepare",
+        lambda self, plan, **how: sizes.append(plan.page_size) or prepare(self, plan, **how),
+    )
+    prompts = [prompt_of(one, 0.5) for one in ((0, 1, 2, 3), (0, 2, 3, 1, 4), (3, 2))]
+    options = {
+        "max_step_tokens": chunk,
+        "page_size": page_size,
+        "share": share,
+        "impl": "reference",
+    }
+    check(tiny("llama"), [*prompts, prompts[0]], **options)
+    assert set(sizes) == {page_size, min(8, page_size)}
 
 
 def test_copies_serve_other_orders(tiny):

@@ -126,6 +126,18 @@ def test_triton_equals_reference(shape, seed, monkeypatch):
     assert_matches(got, want, dtype)
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(32, torch.float32), (64, HALF)])
+def test_a_plan_of_parts_of_pages(head_dim, dtype):
+    """Its pages are halves of those that keys and values are in."""
+    impl = TritonAttention()
+    assert impl.takes_parts
+    assert not impl.head_major(head_dim, dtype)
+    plan = random_plan(np.random.default_rng(2), page_size=8, num_seqs=5, max_rows=10)
+    q, k, v = tensors(plan, 2, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype)
+    got = impl.prepare(plan).attend(q, *(x.view(-1, 16, *x.shape[2:]) for x in (k, v)))
+    assert_matches(got, attention(q, k, v, plan, impl="reference"), dtype)
+
+
 def test_which_heads_the_kernels_take():
     assert takes_heads(256, 128)
     assert takes_heads(512, 64)

@@ -243,7 +243,7 @@ def test_segments_are_runs_and_imports_say_what_computed_tokens_see(case, isolat
     assert (np.diff(compiled.positions[rows]) > 0).all()
     first = np.searchsorted(segment_of(compiled), np.arange(len(segments)))
     seen = np.zeros((len(rows), compiled.num_tokens), dtype=int)
-    for one in PmlPrompt(compiled, "", "").imports:
+    for one in PmlPrompt(compiled, "", "", None).imports:
         seen[one.first :, first[one.segment] : first[one.segment] + one.in_use] += 1
     seen[:, rows] += np.tri(len(rows), dtype=int)  # what is computed is a sequence
     np.testing.assert_array_equal(seen, visible(compiled)[rows])

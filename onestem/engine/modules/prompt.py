@@ -73,7 +73,7 @@ class PmlPrompt:
 
     Args:
         salt: of what it computes for itself; module_salt: of the modules that it imports.
-        model: what it runs on.
+        model: what it runs on; None: each position has its own modules, and a run no jumps.
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
@@ -86,17 +86,18 @@ class PmlPrompt:
     """
 
     def __init__(
-        self, compiled: CompiledPrompt, salt: str, module_salt: str, model: Description
+        self, compiled: CompiledPrompt, salt: str, module_salt: str, model: Description | None
     ) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
         self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
         self.salt = salt
         self.module_salt = module_salt
-        self.moves = model.sees_distances
+        self.moves = model is not None and model.sees_distances
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
-        joins = isinstance(compiled, DocumentsPrompt) and not model.asks_for_places
+        may_jump = model is not None and not model.asks_for_places
+        joins = may_jump and isinstance(compiled, DocumentsPrompt)
         self.stretches = tuple(self._stretches(positions, compiled.next_position, joins=joins))
 
     def _imports(self, positions: np.ndarray, *, isolated: bool) -> Iterator[Import]:

@@ -91,7 +91,7 @@ class BatchRows:
             inputs = join_prompts(
                 inputs,
                 self.chunks,
-                page_size=self._cache.pool.page_size,
+                pool=self._cache.pool,
                 version=self._cache.tree.num_splits,
                 share=self.share,
             )

@@ -145,6 +145,6 @@ class _Part:
 
 def _filled(arrays: Seq[np.ndarray], device: torch.device) -> Tensor:
     """int64 `[len(arrays), longest]`."""
-    longest = max(map(len, arrays))
-    made = [np.pad(one, (0, longest - len(one)), mode="edge") for one in arrays]
-    return torch.from_numpy(np.stack(made).astype(np.int64)).to(device)
+    index = np.arange(max(map(len, arrays)))
+    made = np.array([one[np.minimum(index, len(one) - 1)] for one in arrays], np.int64)
+    return torch.from_numpy(made).to(device)

@@ -217,6 +217,9 @@ class GraphRunner(Runner):
     def _has_room(self, inputs: StepInputs) -> bool:
         """Whether a graph may have room for a step's queries. To make one takes as long as some
         steps, so moved rows have one where all rows decode, and not for each mixture."""
+        plan = next(iter(inputs.plans.values()))
+        if any(one.kernels.page_size != plan.page_size for one in self.workspaces.values()):
+            return False
         queries = self._shape(inputs).queries
         decodes = len(inputs.logit_rows) == len(inputs.positions)
         return queries == 0 or (decodes and queries <= MOST_QUERIES)

@@ -12,13 +12,14 @@ from itertools import groupby
 
 import numpy as np
 
-from onestem.cache import Run
+from onestem.cache import PagePool, Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
 from onestem.engine.step.choices import ChoiceRows
 from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, StateRows, windowed
-from onestem.ops.plan import END, RUN_LEN, RUN_PAGES, SPAN_FIELDS
+from onestem.ops.plan import END, FIRST, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, SPAN_FIELDS
+from onestem.ops.work.arrays import ragged
 
 # Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8
@@ -107,10 +108,15 @@ class NewPages:
 
 
 def join_prompts(
-    decodes: StepInputs, chunks: list[Chunk], *, page_size: int, version: int, share: bool = True
+    decodes: StepInputs,
+    chunks: list[Chunk],
+    *,
+    pool: PagePool,
+    version: int,
+    share: bool = True,
 ) -> StepInputs:
     """A step of decodes, then chunks of prompts. `shared_read_tokens` is that of the chunks."""
-    layout = _ChunkLayout(page_size, share, decodes)
+    layout = _ChunkLayout(pool, share, decodes)
     modules = [chunk for chunk in chunks if chunk.module is not None]
     for chunk in sorted(modules, key=lambda one: [run.uid for run in one.module_path]):
         layout.add_module(chunk)
@@ -142,8 +148,10 @@ class _Layout:
         shared_read_tokens: see `StepInputs`.
     """
 
-    def __init__(self, page_size: int, share: bool, behind: AttentionPlan | None = None) -> None:
-        self.builder = PlanBuilder(page_size, behind)
+    def __init__(
+        self, page_size: int, share: bool, behind: AttentionPlan | None = None, part: int = 0
+    ) -> None:
+        self.builder = PlanBuilder(page_size, behind, part=part)
         self.share = share
         self.shared_read_tokens = 0
         self._runs: dict[Run, int] = {}
@@ -179,9 +187,8 @@ class _Layout:
                 self.see_whole(one.run, row + skip, rows - skip, one.shift)
             return
         spans = np.zeros((len(first), len(SPAN_FIELDS)), np.int32)
-        columns = (row + unseeing, rows - unseeing, self.index(one.run), begin, in_use)
-        for column, values in enumerate(columns):
-            spans[:, column] = values
+        spans[:, ROW], spans[:, ROWS] = row + unseeing, rows - unseeing
+        spans[:, RUN], spans[:, FIRST], spans[:, END] = self.index(one.run), begin, in_use
         self.builder.add_spans(spans[unseeing < rows], one.shift)
 
     def _close(self, run: Run, shift: int, span: _OpenSpan) -> None:
@@ -240,9 +247,11 @@ class DecodeLayout(_Layout):
 class _ChunkLayout(_Layout):
     """Rows of prompts, after those of a step of decodes."""
 
-    def __init__(self, page_size: int, share: bool, decodes: StepInputs) -> None:
+    def __init__(self, pool: PagePool, share: bool, decodes: StepInputs) -> None:
         plan = next(iter(decodes.plans.values()))
-        super().__init__(page_size, share, plan)
+        super().__init__(pool.page_size, share, plan, pool.part)
+        self.part = pool.part
+        self._views: dict[tuple[Run, bytes], int] = {}
         self.ids = [decodes.token_ids]
         self.positions = [decodes.positions]
         self.slots = [decodes.slots]
@@ -263,7 +272,10 @@ class _ChunkLayout(_Layout):
         self.ids.append(sequence.ids()[a:b].astype(np.int64))
         self.positions.append(sequence.positions(a, b))
         for one in sequence.imports:
-            self.see_import(one, self.num_rows, b - a, a)
+            if self.part and len(one.pieces) > 1:
+                self._see_view(one, self.num_rows, b - a, a)
+            else:
+                self.see_import(one, self.num_rows, b - a, a)
         for run in path:
             if run.start >= b:
                 break
@@ -293,6 +305,25 @@ class _ChunkLayout(_Layout):
         for run, shift in chunk.attends:
             self.see_whole(run, self.num_rows, b - a, shift)
         self.num_rows += b - a
+
+    def _see_view(self, one: ImportedRun, row: int, rows: int, at: int) -> None:
+        """`see_import` of a run of which tokens are hidden: without their parts it is a run again,
+        of which each row sees the first tokens."""
+        first, begin, in_use = one.pieces.T
+        key = one.run, one.pieces.tobytes()
+        if key not in self._views:
+            size = self.builder.page_size
+            parts = ragged(begin // self.part, -(-(in_use - begin) // self.part)) * self.part
+            pages = one.run.page_ids()[parts // size].astype(np.int32) * (size // self.part)
+            length = int((in_use - begin).sum())
+            self._views[key] = self.builder.add_part_run(
+                pages + (parts % size // self.part).astype(np.int32), length, one.run.position
+            )
+        start = np.clip(first - at, 0, rows)
+        spans = np.zeros((len(first), len(SPAN_FIELDS)), np.int32)
+        spans[:, ROW], spans[:, ROWS] = row + start, np.append(start[1:], rows) - start
+        spans[:, RUN], spans[:, END] = self._views[key], np.cumsum(in_use - begin)
+        self.builder.add_spans(spans[spans[:, ROWS] > 0], one.shift)
 
     def _add_run(self, run: Run, a: int, b: int) -> None:
         """Rows inside the run see it causally, rows after it see it whole."""

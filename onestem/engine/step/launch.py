@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -22,6 +23,7 @@ from onestem.engine.step.runner import Logits, Runner, StepRunner
 from onestem.garbage import keep_freed_memory
 from onestem.models.decoder import Decoder
 from onestem.ops import AttentionImpl
+from onestem.pml.documents import BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +180,14 @@ class Launcher:
         self.in_flight.clear()
         self._steps = []
         self.runner.abandon()
+
+
+def part_size(impl: AttentionImpl, decoder: Decoder, page_size: int) -> int:
+    """`PagePool.part`."""
+    whole = any(impl.head_major(size, decoder.dtype) for size, _ in decoder.part.head_shapes)
+    if whole or not impl.takes_parts or decoder.config.asks_for_places:
+        return 0
+    return math.gcd(page_size, BLOCK)
 
 
 def make_runner(decoder: Decoder, impl: AttentionImpl, **options: Any) -> Runner:

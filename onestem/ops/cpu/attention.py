@@ -66,6 +66,7 @@ class CpuAttention:
     isa: str | None = None
     cost: CpuCost | None = None
     deterministic: bool = False
+    takes_parts = False
 
     def head_major(self, head_dim: int, dtype: torch.dtype) -> bool:
         return True

@@ -31,6 +31,7 @@ class TritonAttention:
     name: str = "triton"
     config: KernelConfig | None = None
     deterministic: bool = False
+    takes_parts = True
     choices: defaultdict[tuple[object, ...], KeptChoice] = field(
         default_factory=lambda: defaultdict(KeptChoice), init=False, compare=False, repr=False
     )
@@ -57,6 +58,9 @@ class PreparedTriton:
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `PreparedAttention`."""
         page_strides(k_pages, v_pages)  # one of the two layouts
+        if k_pages.shape[1] != self.plan.page_size:  # its pages are parts
+            shape = -1, self.plan.page_size, *k_pages.shape[2:]
+            k_pages, v_pages = k_pages.view(shape), v_pages.view(shape)
         scores.check(q)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
