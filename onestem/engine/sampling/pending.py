@@ -89,8 +89,9 @@ class Sampled(NamedTuple):
     entries: dict[int, TokenLogprobs]
 
 
-class _Words:
-    """int64 words on their way to the host."""
+class Words:
+    """Words on their way to the host, one part after the other. A copy that begins when they are
+    asked for would wait for all steps launched since."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         packed = torch.cat(list(parts))
@@ -103,7 +104,7 @@ class _Words:
         else:
             self._here = packed
 
-    def take(self) -> NDArray[np.int64]:
+    def take(self) -> NDArray[Any]:
         """Wait for them."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -128,7 +129,7 @@ class Pending:
         self._told, self._counts = told, counts
         self._has_chosen = chosen is not None
         chosen_words = [] if chosen is None else chosen.words()
-        self._words = _Words([drawn.ids, drawn.status.long(), *chosen_words])
+        self._words = Words([drawn.ids, drawn.status.long(), *chosen_words])
 
     def take(self) -> Sampled:
         """Wait for the tokens."""
@@ -167,7 +168,7 @@ class PendingLogprobs:
 
     def __init__(self, chosen: Chosen) -> None:
         self._count = len(chosen.own)
-        self._words = _Words(chosen.words())
+        self._words = Words(chosen.words())
 
     def take(self) -> TakenChosen:
         """Wait for them."""

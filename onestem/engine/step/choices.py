@@ -13,6 +13,7 @@ from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Sequence
 from onestem.ops import AttentionPlan, Scores
 from onestem.ops.attended import attended
+from onestem.ops.copies import on_device
 from onestem.ops.kv import read_kv
 
 MOST_PADDED = 2**20  # rows times tokens that a product has: 128 MiB of weights, of 32 heads
@@ -92,7 +93,7 @@ class Watched:
             for i in taken:
                 places[i] = at + np.arange(len(runs[i][0]))
                 at += part.sums.shape[1]
-        self._places = torch.from_numpy(np.concatenate(places)).to(device)
+        self._places = on_device(np.concatenate(places), device)
 
     @property
     def total(self) -> Tensor:
@@ -128,10 +129,13 @@ class _Part:
 
     @classmethod
     def of(cls, runs: Seq[tuple[np.ndarray, ...]], device: torch.device) -> _Part:
-        slots, *others = (_filled(column, device) for column in zip(*runs, strict=True))
+        slots, places, *of_rows = map(_filled, zip(*runs, strict=True))
         rows = np.array([len(one[2]) for one in runs])
-        filled = torch.from_numpy(np.arange(rows.max()) >= rows[:, None]).to(device)
-        return cls(torch.zeros(slots.shape, device=device), filled, slots, *others)
+        filled = np.arange(rows.max()) >= rows[:, None]
+        tokens = on_device(np.stack((slots, places)), device)
+        filled_up, *others = on_device(np.stack((filled, *of_rows)), device)
+        sums = torch.zeros(tokens.shape[1:], device=device)
+        return cls(sums, filled_up.bool(), *tokens, *others)
 
     def add(self, q: Tensor, k_pages: Tensor, lse: Tensor, scores: Scores) -> None:
         distance = None
@@ -143,8 +147,7 @@ class _Part:
         )
 
 
-def _filled(arrays: Seq[np.ndarray], device: torch.device) -> Tensor:
+def _filled(arrays: Seq[np.ndarray]) -> np.ndarray:
     """int64 `[len(arrays), longest]`."""
     index = np.arange(max(map(len, arrays)))
-    made = np.array([one[np.minimum(index, len(one) - 1)] for one in arrays], np.int64)
-    return torch.from_numpy(made).to(device)
+    return np.array([one[np.minimum(index, len(one) - 1)] for one in arrays], np.int64)

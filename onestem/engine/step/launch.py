@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onestem.engine.sampling.pending import Pending, PendingBlocks, PendingLogprobs
+from onestem.engine.sampling.pending import Pending, PendingBlocks, PendingLogprobs, Words
 from onestem.engine.sampling.sampler import Sampler, Step
 from onestem.engine.sequence import ScoreSpan, StepChanges
 from onestem.engine.step.batch_rows import BatchRows
@@ -55,7 +55,7 @@ class InFlightStep:
     scores: list[ScoreSpan]
     scored: PendingLogprobs | None
     choices: Seq[ChoiceRows]
-    attended: Tensor | None
+    attended: Words | None
     began: float
 
 
@@ -124,7 +124,7 @@ class Launcher:
             scores=batch_rows.inputs.scores,
             scored=scored,
             choices=batch_rows.inputs.choices,
-            attended=logits.attended,
+            attended=None if logits.attended is None else Words([logits.attended]),
             began=self.began,
         )
         self.in_flight.append(launched)

@@ -57,7 +57,7 @@ class Results:
         if step.scored is not None:
             self._take_scores(step.scores, step.scored.take())
         if step.attended is not None:
-            self._take_attended(step.choices, step.attended.cpu().numpy())
+            self._take_attended(step.choices, step.attended.take())
         if step.sampled is not None:
             self._take_samples(step, step.sampled.take())
 
