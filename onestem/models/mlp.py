@@ -12,6 +12,7 @@ from torch import Tensor
 from onestem.models.description import Experts
 from onestem.models.linear import Activation, Head, Layout, Projection, padded_rows
 from onestem.models.ranks import Ranks
+from onestem.ops.experts import Beside
 from onestem.ops.rounding import Rows
 
 
@@ -43,10 +44,10 @@ class Mlp:
         return self.up, self.down
 
 
-# products(x, scores, chosen): the sum of the experts' results times their scores, in the format of
-# their weights: x [n, hidden_size], scores float32 and chosen [n, top_k] -> [n, hidden_size] in x's
-# dtype.
-ExpertProducts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# products(x, scores, chosen, beside): the sum of the experts' results times their scores, in the
+# format of their weights, and of what is beside them: x [n, hidden_size], scores float32 and chosen
+# [n, top_k] -> [n, hidden_size] in x's dtype.
+ExpertProducts = Callable[[Tensor, Tensor, Tensor, Beside | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +79,11 @@ class ExpertLayer:
         scores, chosen = self.route(logits, self.experts, self.correction)
         if self.expert_scales is not None:
             scores = scores * self.expert_scales[chosen]
-        routed = self.products(x, scores, chosen)
-        if self.shared is None:
-            return routed
-        shared = self.shared(x, activation)
-        if self.shared_gate is not None:
-            shared = shared.mul_(self.shared_gate(x).sigmoid_().to(shared.dtype))
-        return shared.add_(routed)
+        beside = None
+        if self.shared is not None:
+            gate = None if self.shared_gate is None else self.shared_gate(x)
+            beside = Beside(self.shared(x, activation), gate)
+        return self.products(x, scores, chosen, beside)
 
     @property
     def linears(self) -> tuple[Projection, ...]:
@@ -185,7 +184,9 @@ class SortedBlocks:
     activation: Activation
     layout: Layout
 
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, scores: Tensor, chosen: Tensor, beside: Beside | None = None
+    ) -> Tensor:
         """See `ExpertProducts`. A row's results are added in float32, by rising expert index."""
         order = chosen.flatten().argsort(stable=True)
         rows, scores = order // chosen.shape[1], scores.flatten()[order]
@@ -198,7 +199,8 @@ class SortedBlocks:
                 result = self._block(expert, x[rows[at]])
                 out.index_add_(0, rows[at], result * scores[at, None])
                 begin += count
-        return out.to(x.dtype)
+        routed = out.to(x.dtype)
+        return routed if beside is None else beside.added(routed)
 
     def _block(self, expert: Mlp, x: Tensor) -> Tensor:
         """An expert's result for `[count, hidden_size]`. Rows are padded, so that oneDNN need not

@@ -161,6 +161,12 @@ KERNELS = {
         {**OF_EXPERTS, "PACKING": {**FLOATS, "asm": True, "whole": True}},
         4,
     ),
+    "results of experts": (
+        *("experts", "_summed_kernel", 90),
+        {**dict.fromkeys(("results", "beside", "out"), "*bf16"), "gate": "*fp32", "hidden": "i32"},
+        {**dict.fromkeys(("BESIDE", "GATED", "DEPENDENT"), True), "TOP_K": 8, "BLOCK": 1024},
+        4,
+    ),
     "experts of mxfp4": (
         *("tiled_experts", "_up_kernel", 90, {**EXPERTS, "scales": "*i32"}),
         {
@@ -270,6 +276,7 @@ INSTRUCTIONS = {
     "float8": ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3",),
     "experts of 4 bits": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "lop3.b32"),
     "experts of float8": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x07f007f0"),
+    "results of experts": ("ld.global.v4.b32", "griddepcontrol.wait"),
     "experts of mxfp4": ("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16", "0x01c001c0"),
     "norm": ("div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"),
     "values that are keys": ("rsqrt.approx",),

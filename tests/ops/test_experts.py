@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from onestem.models.description import Experts
 from onestem.models.formats.experts import of_mxfp4
 from onestem.models.formats.held import Groups, Levels
 from onestem.models.mlp import route as route_in_torch
-from onestem.ops.experts import E2M1, MAX_POWER, GroupedWeight
+from onestem.ops.experts import E2M1, MAX_POWER, Beside, GroupedWeight
 from onestem.ops.triton import experts as triton_experts
-from onestem.ops.triton.experts import GroupedExperts, route, sort_rows
+from onestem.ops.triton.experts import GroupedExperts, route, sort_rows, summed, tile_grid
 from onestem.ops.triton.tiled import Tiles
 from onestem.ops.triton.tiled_experts import TiledExperts
 
@@ -272,3 +273,30 @@ def test_experts_in_codes_are_those_they_stand_for(form: str, hidden: int, inner
         exact = written_out(x.bfloat16(), scores, chosen, *meant, ())
         # Rows between the products, results of experts and their sum are rounded.
         assert (got.double() - exact).norm() <= 3 * torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
+def test_as_many_tiles_as_there_may_be() -> None:
+    for total, num, rows in itertools.product(range(1, 8), range(1, 4), range(1, 5)):
+        counts = itertools.product(range(total + 1), repeat=num)
+        most = max(sum(-(-n // rows) for n in one) for one in counts if sum(one) == total)
+        assert tile_grid(total, num, 64, Tiles(64, rows)) == (1, most)
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "hidden"), [(0, 2, 32), (3, 1, 40), (5, 3, 1100), (9, 8, 64), (2, 10, 16)]
+)
+@pytest.mark.parametrize(  # a sigmoid of float32 is off by a bit here and there
+    ("kind", "dtype"),
+    [("alone", torch.float32), ("beside", torch.float32), ("gated", torch.float16)],
+)
+def test_results_are_summed_with_what_is_beside_them(
+    rows: int, top_k: int, hidden: int, kind: str, dtype: torch.dtype
+) -> None:
+    results = drawn(rows, top_k, hidden, dtype=dtype)
+    other = drawn(rows, hidden, seed=1, dtype=dtype)
+    gate = drawn(rows, 1, seed=2) if kind == "gated" else None
+    beside = None if kind == "alone" else Beside(other, gate)
+    got = summed(results, beside)
+    sums = [results[:, first::4].float().sum(1) for first in range(min(4, top_k))]
+    want = functools.reduce(torch.add, sums).to(dtype) if rows else got
+    assert torch.equal(got, want if beside is None else beside.added(want))

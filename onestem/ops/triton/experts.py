@@ -7,7 +7,8 @@ it is in a CUDA graph. No row is dropped and no expert has a capacity.
     sort_rows  a program per expert: counts the rows before it, then lists its own in order
     up         tiles of an expert's rows, gathered from x: activation(gate, up)
     down       tiles of these results; their products times scores are stored by row, `top_k` for
-               each, and then summed
+               each
+    summed     a row's results, and what is beside them
 
 Tiles are not listed anywhere: each program finds its own from the number of rows of each expert.
 """
@@ -23,11 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.experts import GroupedWeight
+from onestem.ops.experts import Beside, GroupedWeight
+from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.layers import gate_value
 from onestem.ops.triton.tiled import Tiles
 
-_SORT_BLOCK = 4096
+_SORT_BLOCK, _SUM_BLOCK = 4096, 1024
 
 
 # Maximum average rows of an expert, and the tiles of `up` (which has two weights, so twice the
@@ -59,8 +61,9 @@ def choose_tiles(
 def _route_kernel(
     logits, correction, scores, chosen, num, scale,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    DEPENDENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launch(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     e, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside = e < num
@@ -108,13 +111,16 @@ def route(
             logits, logits if correction is None else correction, scores, chosen, num, scale,
             SIGMOID=sigmoid, NORMALIZED=normalized, CORRECTED=correction is not None, TOP_K=top_k,
             BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=triton.next_power_of_2(num),
-            num_warps=1,
+            num_warps=1, **dependent_launch(logits.device),
         )  # fmt: skip
     return scores, chosen
 
 
 @triton.jit
-def _sort_kernel(chosen, order, ends, total, BLOCK: tl.constexpr):
+def _sort_kernel(
+    chosen, order, ends, total, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    wait_for_launch(DEPENDENT)
     expert = tl.program_id(0)
     block = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -137,7 +143,8 @@ def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(total, dtype=torch.int32, device=chosen.device)
     ends = torch.empty(num, dtype=torch.int32, device=chosen.device)
     block = min(_SORT_BLOCK, max(16, triton.next_power_of_2(total)))
-    _sort_kernel[(num,)](chosen, order, ends, total, BLOCK=block, num_warps=4)
+    options = dependent_launch(chosen.device)
+    _sort_kernel[(num,)](chosen, order, ends, total, BLOCK=block, num_warps=4, **options)
     return order, ends
 
 
@@ -245,6 +252,50 @@ def _down_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & in_n[None, :])
 
 
+@triton.jit
+def _summed_kernel(
+    results, beside, gate, out, hidden, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+    GATED: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block)."""
+    wait_for_launch(DEPENDENT)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < hidden
+    dtype: tl.constexpr = out.dtype.element_ty
+    SUMS: tl.constexpr = 4 if TOP_K > 4 else TOP_K
+    line = results + row * TOP_K * hidden + at
+    total = tl.zeros([BLOCK], tl.float32)
+    # Four sums, and then these: PyTorch's order.
+    for first in tl.static_range(SUMS):
+        part = tl.zeros([BLOCK], tl.float32)
+        for place in tl.static_range(first, TOP_K, 4):
+            part += tl.load(line + place * hidden, mask=inside, other=0.0).to(tl.float32)
+        total += part
+    value = total.to(dtype)
+    if BESIDE:
+        other = tl.load(beside + row * hidden + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            share = (1.0 / (1.0 + tl.exp(-tl.load(gate + row)))).to(dtype).to(tl.float32)
+            other = (other * share).to(dtype).to(tl.float32)
+        value = (other + value.to(tl.float32)).to(dtype)
+    tl.store(out + row * hidden + at, value, mask=inside)
+
+
+def summed(results: Tensor, beside: Beside | None) -> Tensor:
+    """The sum of a row's results `[n, top_k, hidden]`, added in float32, and what is beside them:
+    `[n, hidden]`. All is rounded as by `results.sum(1)` and `Beside.added`."""
+    rows, top_k, hidden = results.shape
+    out = torch.empty(rows, hidden, dtype=results.dtype, device=results.device)
+    other, gate = (None, None) if beside is None else beside
+    if rows:
+        _summed_kernel[(rows, triton.cdiv(hidden, _SUM_BLOCK))](
+            results, out if other is None else other, out if gate is None else gate, out, hidden,
+            TOP_K=top_k, BESIDE=other is not None, GATED=gate is not None, BLOCK=_SUM_BLOCK,
+            num_warps=4, **dependent_launch(results.device),
+        )  # fmt: skip
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedExperts:
     """All experts of a layer as grouped products. Those in mxfp4 are `TiledExperts`.
@@ -261,9 +312,11 @@ class GroupedExperts:
     clamp: tuple[float, float] | None = None
     gelu: bool = False
 
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Experts' results times their scores, summed: x `[n, hidden_size]`, scores float32 and
-        chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
+    def __call__(
+        self, x: Tensor, scores: Tensor, chosen: Tensor, beside: Beside | None = None
+    ) -> Tensor:
+        """Experts' results times their scores, summed, and what is beside them: x `[n,
+        hidden_size]`, scores float32 and chosen `[n, top_k]` -> `[n, hidden_size]` in x's dtype."""
         num, size, hidden = len(self.up.values), x.shape[1], self.down.values.shape[1]
         order, ends = sort_rows(chosen, num)
         total, width = len(order), self.up.values.shape[1] // 2
@@ -283,7 +336,7 @@ class GroupedExperts:
                 inner, order, ends, self.down.values, bias_of(self.down.bias, x), scores, out, num,
                 width, hidden, PRECISION=precision, **constants(self.down.bias, num, of_down),
             )  # fmt: skip
-        return out.sum(1)
+        return summed(out, beside)
 
     def tensors(self) -> list[Tensor]:
         """All tensors held, for counting bytes."""
@@ -293,7 +346,8 @@ class GroupedExperts:
 def tile_grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, int]:
     """Programs by columns and by tiles of rows: the maximum for `total` rows of `num` experts,
     however rows are distributed."""
-    return triton.cdiv(columns, tiles.out), min(total, total // tiles.rows + num)
+    most = (total + (tiles.rows - 1) * min(num, total)) // tiles.rows
+    return triton.cdiv(columns, tiles.out), most
 
 
 def bias_of(bias: Tensor | None, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onestem.ops.experts import E2M1, MX_BLOCK
+from onestem.ops.experts import E2M1, MX_BLOCK, Beside
 from onestem.ops.triton.experts import (
     bias_of,
     choose_tiles,
@@ -26,6 +26,7 @@ from onestem.ops.triton.experts import (
     expert_tile,
     gated,
     sort_rows,
+    summed,
     tile_grid,
 )
 from onestem.ops.triton.tiled import Packing, Tiles, fitting, in_blocks, in_words
@@ -387,7 +388,9 @@ class TiledExperts:
         packed = _Packed.of(up, biases[0], halves=2), _Packed.of(down, biases[1], halves=1)
         return TiledExperts(*packed, inner, hidden, clamp, gelu)
 
-    def __call__(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, scores: Tensor, chosen: Tensor, beside: Beside | None = None
+    ) -> Tensor:
         """See `ExpertProducts`."""
         up, down, num = self.up, self.down, len(self.up.codes)
         order, ends = sort_rows(chosen, num)
@@ -410,7 +413,7 @@ class TiledExperts:
                 self.inner, self.hidden, *down.codes.shape[1:3], down.size, **down.constants(),
                 **constants(down.bias, num, of_down),
             )  # fmt: skip
-        return out.sum(1)
+        return summed(out, beside)
 
     def tensors(self) -> list[Tensor]:
         """All tensors held, for counting bytes."""
