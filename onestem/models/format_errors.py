@@ -171,7 +171,7 @@ def _of_experts(
         module,
         f"{experts.num} experts",
         None if original is None else (off / whole) ** 0.5,
-        _by_norm(products(x, scores, chosen).double() - right, right),
+        _by_norm(products(x, scores, chosen, None).double() - right, right),
     )
 
 
