@@ -128,6 +128,14 @@ def test_choices(llm):
             {"documents": ["a"], "repair": 0.5, "lead_in": {}},
             r"lead_in is \{\}, expected text that",
         ),
+        (
+            {"documents": ["a"], "repair": 0.5, "lead_in": {"text": "b", "doc_id": 1}},
+            r"lead_in, written twice as documents: documents\[0\] has 'doc_id'",
+        ),
+        (
+            {"documents": ["a"], "repair": 0.5, "lead_in": "b " * 300_000},
+            "lead_in has 6[0-9]{5} characters, limit is",
+        ),
         ({"documents": ["a"], "repair": -0.1}, "repair is -0.1, expected a number from 0 to 1"),
         ({"documents": ["a"], "repair": nan}, "repair is nan, expected a number from 0 to 1"),
         ({"documents": ["a"], "repair": True}, "repair is True, expected a number from 0 to 1"),

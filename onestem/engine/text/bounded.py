@@ -62,7 +62,8 @@ class BoundedTokenizer:
     ) -> ChatIds:
         """A conversation, as of `Tokenizer.chat`, whose other arguments it takes."""
         self.check_messages("messages", messages)
-        for name, given in (("tools", how.get("fields")), ("documents", how.get("documents"))):
+        named = {"tools": "fields", "documents": "documents", "lead_in": "lead_in"}
+        for name, given in ((name, how.get(field)) for name, field in named.items()):
             if given:
                 self.check(name, len(_json(given)), control=True)
         return self._tokenizer.chat(

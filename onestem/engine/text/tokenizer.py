@@ -441,9 +441,9 @@ def _lead_in(tokenizer: Tokenizer, document: str, fields: str) -> tuple[int, ...
     how: dict[str, Any] = {"fields": json.loads(fields), "repair": 0.0, "lead_in": NO_LEAD_IN}
     try:
         ids, found = tokenizer.chat(asked, documents=twice, **how)
-    except RequestError:
+    except RequestError as error:
         if document != json.dumps(LEAD_IN):
-            raise
+            raise RequestError(f"lead_in, written twice as documents: {error}") from error
         return ()  # the template asks for more than this one has
     assert found is not None
     (first, _), (after, _) = found.spans
