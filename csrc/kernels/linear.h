@@ -282,7 +282,10 @@ inline vf add_group(const Group& group, vf dots, float row_scale, float offset, 
 struct PairDots {
   static constexpr bool kBytes = false;
   static constexpr float kLargest = kLargest16;
-  static vi dot(vi weights, vi rows, vi sums) { return multiply_pairs(weights, rows, sums); }
+  // Apart: GCC would keep all products of a group, and add them up at its end.
+  static vi dot(vi weights, vi rows, vi sums) {
+    return apart(multiply_pairs(weights, rows, sums));
+  }
 };
 
 // Groups. A row's whole numbers of a group are rounded by its maximum, so that sums of a group's products
@@ -362,8 +365,8 @@ struct LinearGroups {
     if constexpr (ROWS > 1) {
       if (call.rows - first < ROWS) return block_of<GROUPS, ROWS - 1>(call, block, first, values);
     }
-    // Groups at a time: bytes of all planes are taken from words once.
-    constexpr int kEach = Dots::kBytes ? GROUPS : 1;
+    // Groups at a time: all planes are taken from words once. More rows leave no registers for that.
+    constexpr int kEach = Dots::kBytes || ROWS == 1 ? GROUPS : 1;
     constexpr int kChains = ROWS * kEach < 4 ? 4 / (ROWS * kEach) : 1;  // do not wait for each other
     const PackedCodes& w = call.weight;
     const size_t bytes = panel_bytes(w);

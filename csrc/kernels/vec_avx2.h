@@ -164,7 +164,8 @@ inline void store_codes(Code* p, vi x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<Code>(lanes[i]);
 }
 // As it is: the compiler may not round it together with what is done to it next.
-inline vf apart(vf x) {
+template <class V>
+inline V apart(V x) {
   __asm__("" : "+x"(x));
   return x;
 }

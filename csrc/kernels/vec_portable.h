@@ -215,6 +215,7 @@ inline vf apart(vf x) {
   __asm__("" : "+m"(x));
   return x;
 }
+inline vi apart(vi x) { return x; }
 
 inline int32_t sum(vi x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
