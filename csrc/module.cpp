@@ -53,6 +53,7 @@ using Plans = std::vector<PreparedPlan*>;
 // they were recorded with. The caller keeps all tensors where they are.
 class Program {
  public:
+  explicit Program(int32_t threads) : threads_(threads) {}
   void begin(Plans plans) {
     if (recording != nullptr) throw nb::value_error("another program is being recorded");
     plans_ = std::move(plans);
@@ -64,7 +65,11 @@ class Program {
   bool run(const Plans& plans) const {
     if (plans.size() != plans_.size()) throw nb::value_error("expected as many plans");
     nb::gil_scoped_release released;
-    return std::all_of(calls_.begin(), calls_.end(), [&](const auto& call) { return call(plans); });
+    bool inside = true;
+    with_threads(threads_, [&] {
+      for (const auto& call : calls_) inside = inside && call(plans);
+    });
+    return inside;
   }
 
   // Makes a call, and records it if a program is being recorded.
@@ -92,6 +97,7 @@ class Program {
 
  private:
   static inline thread_local Program* recording = nullptr;
+  int32_t threads_;
   Plans plans_;
   std::vector<std::function<bool(const Plans&)>> calls_;
 };
@@ -347,7 +353,7 @@ NB_MODULE(ONESTEM_MODULE, m) {
       .def("describe", describe)
       .def("attend", attend_plan);
   nb::class_<Program>(m, "Program")
-      .def(nb::init<>())
+      .def(nb::init<int32_t>())
       .def("begin", &Program::begin)
       .def("end", &Program::end)
       .def("run", &Program::run);

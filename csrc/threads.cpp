@@ -3,8 +3,10 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -113,14 +115,106 @@ Pool& pool() {
   return *pool;
 }
 
-}  // namespace
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
 
-void run_on_threads(int32_t threads, Task task, void* argument) {
-  if (threads <= 1) return task(argument);
+// Threads that wait for tasks of the one that leads. Who comes late to a task finds it closed: on a
+// machine that others use too, the rest do its work meanwhile.
+class Crew {
+ public:
+  void run(Task task, void* argument) {
+    task_ = task;
+    argument_ = argument;
+    round_ += kRound;
+    tell(round_ | kOpen);
+    task(argument);
+    for (uint32_t state = state_ -= kOpen; state != round_;) state = next(state);
+  }
+
+  void serve() {
+    uint32_t state = state_, seen = 0;
+    while (state != kEnd) {
+      if ((state & kOpen) == 0 || state / kRound == seen) {
+        state = next(state);
+      } else if (state_.compare_exchange_weak(state, state + 1)) {
+        seen = state / kRound;
+        task_(argument_);
+        state = --state_;
+        if (state == seen * kRound) state_.notify_all();
+      }
+    }
+  }
+
+  void end() { tell(kEnd); }
+
+ private:
+  // How many are inside a task, whether others may still come, and which task it is.
+  static constexpr uint32_t kOpen = 1 << 10, kRound = kOpen << 1, kEnd = kRound - 1;
+  // A microsecond or some, then some tens: longer than what one thread does alone between tasks. Who
+  // yields is least often stopped within a task, where others would wait.
+  static constexpr int kSpins = 50, kYields = 200;
+
+  void tell(uint32_t state) {
+    state_ = state;
+    state_.notify_all();
+  }
+
+  // The state once it is another than `old`.
+  uint32_t next(uint32_t old) const {
+    for (int i = 0; i < kSpins + kYields; ++i) {
+      const uint32_t state = state_;
+      if (state != old) return state;
+      i < kSpins ? pause() : std::this_thread::yield();
+    }
+    state_.wait(old);
+    return state_;
+  }
+
+  alignas(64) std::atomic<uint32_t> state_{0};
+  Task task_ = nullptr;
+  void* argument_ = nullptr;
+  uint32_t round_ = 0;
+};
+
+thread_local Crew* t_crew = nullptr;  // that this thread leads
+
+void begin_threads(int32_t threads, Task task, void* argument) {
   if (g_parallel != nullptr) {
     return g_parallel(task, argument, static_cast<unsigned>(threads), 0);
   }
   pool().run(threads, task, argument);
+}
+
+}  // namespace
+
+void run_on_threads(int32_t threads, Task task, void* argument) {
+  if (threads <= 1) return task(argument);
+  if (t_crew != nullptr) return t_crew->run(task, argument);
+  begin_threads(threads, task, argument);
+}
+
+void with_threads(int32_t threads, Task body, void* argument) {
+  if (threads <= 1) return body(argument);
+  Crew crew;
+  std::exception_ptr failure;
+  auto part = [&] {
+    if (t_crew != &crew) return crew.serve();
+    try {
+      body(argument);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    crew.end();
+  };
+  t_crew = &crew;
+  begin_threads(threads, [](void* p) { (*static_cast<decltype(part)*>(p))(); }, &part);
+  t_crew = nullptr;
+  if (failure) std::rethrow_exception(failure);
 }
 
 const char* find_openmp(const char* folder) {

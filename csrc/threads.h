@@ -20,6 +20,16 @@ void run_on_threads(int32_t threads, F&& work) {
   run_on_threads(threads, [](void* w) { (*static_cast<Work*>(w))(); }, &work);
 }
 
+// Calls body(argument) with threads held ready between the tasks that it runs: each begins without a call
+// of the runtime, and ends without waiting for a thread that has not begun it.
+void with_threads(int32_t threads, Task body, void* argument);
+
+template <class F>
+void with_threads(int32_t threads, F&& body) {
+  using Body = std::remove_reference_t<F>;
+  with_threads(threads, [](void* b) { (*static_cast<Body*>(b))(); }, &body);
+}
+
 // Looks for an OpenMP runtime that is loaded from under `folder` (null: only among the names that
 // all libraries see). Gives where its threads come from.
 const char* find_openmp(const char* folder);

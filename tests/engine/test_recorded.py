@@ -8,7 +8,8 @@ import torch
 
 from onestem import LLM, SamplingParams
 from onestem.engine.step import cpu
-from onestem.ops.cpu.extension import is_built
+from onestem.ops.cpu import CpuCodes, is_built
+from onestem.ops.cpu.recorded import Recorded
 from tests.models.tiny import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the extension is not built")
@@ -69,6 +70,33 @@ def test_what_pytorch_computes_is_not_recorded(tiny, monkeypatch, family):
     monkeypatch.setattr(cpu, "MOST_ROWS", 0)
     with open_llm(tiny(family), **options) as llm:
         assert found == answers(llm, 0, requests=2)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_products_that_threads_share_are_equal(threads):
+    """One behind the other, of other rows each time: a thread that still computes what was, or
+    begins with what is not yet there, changes them."""
+    generator = torch.Generator().manual_seed(threads)
+    codes = torch.randint(-128, 128, (8, 640, 640), generator=generator, dtype=torch.int8)
+    weights = [CpuCodes.of8(one, torch.full((640,), 1 / 2048)) for one in codes]
+
+    def call(inputs):
+        (x,) = inputs
+        for weight in weights:
+            x = weight.product(x, None)
+        return x
+
+    rows = torch.randn(100, 1, 640, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        made = Recorded([rows[0]], [], call)
+        assert made.works
+        found = [made.run([x], [], 0).clone() for x in rows]
+        torch.set_num_threads(1)
+        assert all(torch.equal(one, call([x])) for one, x in zip(found, rows, strict=True))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_addresses_of_released_memory_are_forgotten(tiny):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,7 +72,7 @@ class Recorded:
         call: Callable[[Sequence[Tensor]], Tensor],
     ) -> None:
         self._inputs = [one.clone() for one in inputs]
-        self._program = native().Program()
+        self._program = native().Program(torch.get_num_threads())
         self._program.begin([plan.native for plan in plans])
         try:
             with _Kept() as kept:
