@@ -2,7 +2,7 @@
 
     python -m onestem_lab.cpu_weights --peer DIR,... --models FOLDER
         [--shapes qwen2.5-0.5b,qwen3-4b] [--formats int8,int4] [--files MODEL.gguf,...]
-        [--against SOURCES]
+        [--against SOURCES] [--steps 'decode 1']
 
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made (of several builds the
 fastest counts, of each kind of step), FOLDER takes the files that it multiplies (random weights of
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen2.5-0.5b,qwen3-4b")
     parser.add_argument("--formats", default="int8,int4")
     parser.add_argument("--files", default="", help="GGUF files, in place of shapes")
+    parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--settings", default="00,01,10,11", help="flash attention, repacked")
@@ -192,10 +193,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     entries: list[dict[str, Any]] = []
     files = [path for path in options.files.split(",") if path]
+    options.steps = options.steps.split(",")
     result = {
         "command": "python -m onestem_lab.cpu_weights --peer DIR --models FOLDER "
         f"--shapes {options.shapes} --formats {options.formats} "
         + (f"--files {','.join(Path(one).name for one in files)} " if files else "")
+        + (f"--against {options.against.name} " if options.against else "")
+        + f"--steps '{','.join(options.steps)}' "
         + f"--threads {options.threads} --turns {options.turns} "
         f"--settings {options.settings}",
         "machine": machine(),
@@ -216,7 +220,8 @@ def main() -> None:
                 entry.update(found)
                 write(options.out, result | {"entries": entries})
             for name in RATIOS:
-                shown = {step: entry[step][name][clock] for step in STEPS if name in entry[step]}
+                known = {step: entry[step] for step in options.steps}
+                shown = {step: one[name][clock] for step, one in known.items() if name in one}
                 rounded = {step: round(one, 2) for step, one in shown.items()}
                 print(shape, form, setting, name, rounded, flush=True)
 
@@ -282,9 +287,9 @@ def _compared(
                 "system": {name: one.system for name, one in theirs.items()},
             },
         }
-        turns: dict[str, list[Turn]] = {step: [] for step in STEPS}
+        turns: dict[str, list[Turn]] = {step: [] for step in options.steps}
         for turn in range(options.turns):
-            for step in STEPS:
+            for step in options.steps:
                 turns[step].append({name: side.take(step) for name, side in sides.items()})
             rates = rates.better(Rates(0.0, reading_rate()))
             entry = held | {
@@ -293,7 +298,7 @@ def _compared(
                 "bfloat16_flops_per_s": rates.flops,
                 "int8_flops_per_s": bytes_flops,
             }
-            for step in STEPS:
+            for step in options.steps:
                 entry[step] = _summed(turns[step])
                 floor = entry[step]["floor_ms"] = 1e3 * _floor(step, form, entry, ours)
                 if own is not None:
