@@ -422,6 +422,18 @@ def test_parts_of_different_kinds_are_products_of_their_own() -> None:
     assert layer.pieces(x) == (x,)
 
 
+@built
+@pytest.mark.parametrize("rows", [1, 2])
+def test_parts_of_a_cpu_round_results_with_their_bias_once(rows: int) -> None:
+    """One row of them is written where it belongs."""
+    parts: list[Weight] = [_groups(48, 64, 32), _channels(8, 64, torch.int8, 3)]
+    bias, x = _random((56,), 4).bfloat16(), _random((rows, 64), 6).bfloat16()
+    target = Target(torch.bfloat16, CPU, Layout.PLAIN)
+    of_parts = zip(parts, bias.split([48, 8]), strict=True)
+    alone = [projection([part], of, None, target)(x) for part, of in of_parts]
+    assert torch.equal(projection(parts, bias, None, target)(x), torch.cat(alone, dim=1))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
 def test_products_of_a_gpu_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter: their rows' order, bias, and both ways."""

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -321,9 +323,10 @@ class CpuProduct(_Quantized):
             return False
         return CpuCodes.takes_groups(codes.shape[1], weight.group, weight.bits)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Projection`. `out`: for the result, in place of a new tensor."""
         x = x if self.order is None else x[:, self.order]
-        return self.packed.product(x, self.bias)
+        return self.packed.product(x, self.bias, out)
 
 
 class CpuPart(_Quantized):
@@ -352,19 +355,36 @@ class CpuPart(_Quantized):
 
 
 class _Parts(Projection):
-    """Projections of the same input whose formats differ, one product each."""
+    """Projections of the same input whose formats differ, one product each.
+
+    Those of a CPU add the bias before they round, and write one row where it belongs: such steps
+    can be recorded (`onestem.ops.cpu.recorded`).
+    """
 
     def __init__(
         self, products: Sequence[Projection], bias: Tensor | None, order: Tensor | None
     ) -> None:
         self.products = tuple(products)
         self.bias, self.order = bias, order
+        of_cpu = [one for one in products if isinstance(one, CpuProduct)]
+        self.own = of_cpu if order is None and len(of_cpu) == len(products) else []
+        ends = np.cumsum([0, *(one.out_features for one in self.own)]).tolist()
+        self.spans = list(pairwise(ends))
+        if self.own and bias is not None:
+            for product, (first, end) in zip(self.own, self.spans, strict=True):
+                product.bias = bias[first:end].float()
+            self.bias = None
         self.in_features = products[0].in_features
         self.out_features = sum(product.out_features for product in products)
         self.scratch_bytes = max(product.scratch_bytes for product in products)
         self.kind = "; ".join(dict.fromkeys(product.kind for product in products))
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.own and len(x) == 1:
+            y = x.new_empty(1, self.out_features)
+            for product, (first, end) in zip(self.own, self.spans, strict=True):
+                product(x, y[:, first:end])
+            return y
         y = torch.cat([product(x) for product in self.products], dim=1)
         y = y if self.order is None else y[:, self.order]
         return y if self.bias is None else y.add_(self.bias)

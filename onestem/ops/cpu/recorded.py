@@ -19,7 +19,7 @@ from onestem.ops.cpu.attention import PreparedCpu
 from onestem.ops.cpu.extension import native
 
 _EMPTY = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
-# They may copy, which is seen by the address.
+# They may copy, which is seen by the storage.
 _VIEWS = (
     "aten.alias.default",
     "aten.detach.default",
@@ -47,9 +47,13 @@ class _Kept(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if str(func) in _EMPTY:
             self.tensors.append(found)
-        elif str(func) not in _VIEWS or found.data_ptr() != args[0].data_ptr():
+        elif str(func) not in _VIEWS or _storage(found) != _storage(args[0]):
             self.alone = False
         return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class Recorded:
