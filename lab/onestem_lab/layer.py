@@ -38,7 +38,7 @@ from onestem.models.linear import held_tensors
 from onestem.models.mlp import ExpertLayer, Mlp
 from onestem.models.weights import random_decoder
 from onestem.ops.dispatch import resolve_rounding
-from onestem.ops.rounding import Rows
+from onestem.ops.rounding import BothRows, RoundedRows, Rows
 from onestem.options import Quantize
 from onestem.shapes import find_shape
 from onestem_lab.attention.measure import device_facts
@@ -126,6 +126,9 @@ def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, 
     config, layers = decoder.config, decoder.layers
     given = torch.randn(rows, config.hidden_size, device=decoder.device).to(decoder.dtype)
     before, behind = (rounded(given, one.rounds) for one in (layers[0].qkv, layers[0].mlp))
+    both = isinstance(layers[0].mlp, ExpertLayer)
+    if both and isinstance(behind, RoundedRows):
+        behind = BothRows(given, behind)
     attended = torch.randn(rows, config.num_q_heads * config.head_dim, device=decoder.device)
     attended = attended.to(decoder.dtype)
 
@@ -137,7 +140,9 @@ def measured(decoder: Decoder, rows: int, form: str, rates: Rates) -> dict[str, 
     def step(layer: Layer) -> None:
         layer.qkv(decoder.normed(given, attended_delta, layer.input_norm, layer.qkv.rounds))
         delta = layer.output(attended)
-        decoder.mlp(layer, decoder.normed(given, delta, layer.post_norm, layer.mlp.rounds), given)
+        rounds = layer.mlp.rounds
+        normed = decoder.normed(given, delta, layer.post_norm, rounds, both=both)
+        decoder.mlp(layer, normed, given)
 
     calls: dict[str, Callable[[Layer], object]] = {
         "qkv": lambda layer: layer.qkv(before),

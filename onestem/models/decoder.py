@@ -27,7 +27,7 @@ from onestem.models.ranks import ALONE, Ranks
 from onestem.models.rope import Rope
 from onestem.models.vectors import LayerVectors, TokenVectors
 from onestem.ops import Angles, Heads, LayerOps, Scores, add_layer_norm, resolve_layers
-from onestem.ops.rounding import Rows
+from onestem.ops.rounding import BothRows, Rows
 
 GPU_STEP_ROWS = 8192
 
@@ -98,8 +98,9 @@ class Layer:
 
     @property
     def rounds(self) -> torch.dtype | None:
-        """See `Projection`, of what reads the rows before attention or the delta rule."""
-        return self.qkv.rounds if self.delta is None else None
+        """See `Projection`, of what reads the rows before attention or the delta rule, which needs
+        them as they are too."""
+        return self.qkv.rounds
 
     @property
     def linears(self) -> tuple[Projection, ...]:
@@ -216,9 +217,11 @@ class Decoder:
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             rounds = layer.rounds if sequential else None
-            normed = self.normed(hidden, delta, layer.input_norm, rounds)
+            both = layer.delta is not None
+            normed = self.normed(hidden, delta, layer.input_norm, rounds, both=both)
             if layer.delta is not None and states is not None:
-                out = layer.delta(normed, layer.qkv(normed), states(index))
+                plain, given = normed if isinstance(normed, BothRows) else (normed, normed)
+                out = layer.delta(plain, layer.qkv(given), states(index))
             else:
                 out = self._attention(index, layer, normed, growth, angles[index], attend)
             if read is not None and index == len(self.layers) - 1:
@@ -230,7 +233,8 @@ class Decoder:
             delta = layer.output(out)
             if sequential:
                 delta = self._given(self.ranks.sum(delta), layer.output_norm)
-                normed = self.normed(hidden, delta, layer.post_norm, layer.mlp.rounds)
+                rounds, both = layer.mlp.rounds, isinstance(layer.mlp, ExpertLayer)
+                normed = self.normed(hidden, delta, layer.post_norm, rounds, both=both)
                 delta = self._given(self.mlp(layer, normed, hidden), layer.down_norm)
             else:
                 beside = self.normed(hidden, None, layer.post_norm) if layer.post_norm else normed
@@ -248,13 +252,17 @@ class Decoder:
         delta: Tensor | None,
         norm: Norm | None,
         rounds: torch.dtype | None = None,
+        *,
+        both: bool = False,
     ) -> Any:
         """The norm of hidden + delta, which replaces hidden, or that sum where there is no norm:
         all `[num_rows, hidden_size]`. With `rounds`, the dtype that the next product rounds its
-        rows to, the result may be `RoundedRows`."""
+        rows to, the result may be `RoundedRows`, or `BothRows` for others beside it."""
         eps, is_rms = self.config.norm_eps, self.config.norm == "rms"
         if norm is None:
             return hidden if delta is None else hidden.add_(delta)
+        if is_rms and rounds is not None and both:
+            return self.ops.both_rms_norm(hidden, delta, norm.weight, eps, rounds)
         if is_rms and rounds is not None:
             return self.ops.rounded_rms_norm(hidden, delta, norm.weight, eps, rounds)
         if is_rms:
@@ -327,7 +335,7 @@ class Decoder:
             root = (mean / (self.ranks.size * len(weight))).add_(eps).rsqrt_()
             part.copy_(part.float() * root * weight)
 
-    def mlp(self, layer: Layer, normed: Rows, hidden: Tensor) -> Tensor:
+    def mlp(self, layer: Layer, normed: Any, hidden: Tensor) -> Tensor:
         """A layer's MLP or experts, or both: [num_rows, hidden_size] -> [num_rows, hidden_size].
         `hidden` is the residual."""
         out = self.ranks.sum(layer.mlp(normed, self._activation))

@@ -13,7 +13,7 @@ from onestem.models.description import Experts
 from onestem.models.linear import Activation, Head, Layout, Projection, padded_rows
 from onestem.models.ranks import Ranks
 from onestem.ops.experts import Beside
-from onestem.ops.rounding import Rows
+from onestem.ops.rounding import BothRows, Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +70,20 @@ class ExpertLayer:
     shared_gate: Head | None
     route: Callable[[Tensor, Experts, Tensor | None], tuple[Tensor, Tensor]]
     expert_scales: Tensor | None = None
-    rounds = None  # the router takes rows as they are
 
-    def __call__(self, x: Rows, activation: Activation, routed_by: Tensor | None = None) -> Tensor:
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """See `Projection`, of the shared MLP. All else takes rows as they are."""
+        return None if self.shared is None else self.shared.rounds
+
+    def __call__(
+        self,
+        x: Tensor | BothRows,
+        activation: Activation,
+        routed_by: Tensor | None = None,
+    ) -> Tensor:
         """`activation`: of the shared MLP. `routed_by`: the router's input; None: x."""
-        assert isinstance(x, Tensor)
+        x, shared = x if isinstance(x, BothRows) else (x, x)
         logits = self.router(x if routed_by is None else routed_by)
         scores, chosen = self.route(logits, self.experts, self.correction)
         if self.expert_scales is not None:
@@ -82,7 +91,7 @@ class ExpertLayer:
         beside = None
         if self.shared is not None:
             gate = None if self.shared_gate is None else self.shared_gate(x)
-            beside = Beside(self.shared(x, activation), gate)
+            beside = Beside(self.shared(shared, activation), gate)
         return self.products(x, scores, chosen, beside)
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops.kv import write_kv
-from onestem.ops.rounding import RoundedRows, rounded_rows
+from onestem.ops.rounding import BothRows, RoundedRows, rounded_rows
 
 
 class Angles(NamedTuple):
@@ -119,6 +119,13 @@ class LayerOps:
         rows = qkv[:, : heads.num_q_heads * heads.head_dim].index_select(0, queries.sources)
         alone, none = replace(heads, num_kv_heads=0), queries.sources.new_zeros(len(rows))
         return self.rope_write(rows, alone, queries.angles, none, k_pages, v_pages)
+
+    def both_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> BothRows:
+        """`add_rms_norm`, and the same as `rounded_rms_norm` gives it."""
+        plain = self.add_rms_norm(hidden, delta, weight, eps)
+        return BothRows(plain, rounded_rows(plain, dtype))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `[n, 2 * size]`, gate first: `[n, size]`."""

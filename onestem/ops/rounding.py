@@ -25,6 +25,13 @@ class RoundedRows(NamedTuple):
     scales: Tensor
 
 
+class BothRows(NamedTuple):
+    """Rows as they are, and rounded: some products take them so."""
+
+    plain: Tensor
+    rounded: RoundedRows
+
+
 # Input of a product: rows as they are, or already rounded for it.
 Rows: TypeAlias = Tensor | RoundedRows
 

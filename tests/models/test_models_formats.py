@@ -358,6 +358,30 @@ def test_norms_and_gates_round_for_products_that_take_it(monkeypatch: pytest.Mon
     assert rounded == [layer.output.out_features for layer in decoder.layers]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="under Triton's interpreter")
+def test_what_needs_rows_as_they_are_has_them_beside_those_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rates of the delta rule, and experts beside a shared one."""
+    path = make_tiny("qwen3_5_moe", tmp_path)
+    monkeypatch.setattr(
+        products.GpuChannels, "takes", lambda weight, *_: min(weight.codes.shape) > 8
+    )
+    decoder = load_decoder(path, dtype=torch.float32, device="cpu", quantization="int8")
+    together = log_probabilities(decoder, IDS)
+    rounded: list[int] = []
+    for layer in decoder.layers:
+        for product in layer.linears:
+            if isinstance(product, products.GpuChannels):
+                monkeypatch.setattr(product, "round_rows", _noting(rounded, product.out_features))
+    assert torch.equal(log_probabilities(decoder, IDS), together)
+    assert rounded == [layer.output.out_features for layer in decoder.layers]
+    for layer in decoder.layers:
+        for product in layer.linears:
+            monkeypatch.setattr(product, "rounds", None)
+    assert torch.equal(log_probabilities(decoder, IDS), together)
+
+
 def _products(layer: Layer) -> tuple[Projection, ...]:
     return layer.qkv, layer.output, *layer.mlp.linears
 

@@ -43,7 +43,11 @@ OF_EXPERTS = {
 }
 FLOATS = {"bits": 8, "is_float": True, "plane": 64, "groups": 1, "zero": 0, "even": True}
 CHANNELS = {**POINTERS, "row_scales": "*fp32", "scales": "*fp32"}
-NORM = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "scales": "*fp32", "eps": "fp32"}
+NORM = {
+    **dict.fromkeys(("hidden", "delta", "weight", "plain"), "*bf16"),
+    "scales": "*fp32",
+    "eps": "fp32",
+}
 ROPE = {
     **dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_pages", "v_pages"), "*bf16"),
     **dict.fromkeys(("num_rows", "num_queries", "num_q_heads", "num_kv_heads", "half"), "i32"),
@@ -185,7 +189,7 @@ KERNELS = {
     ),
     "norm": (
         *("layers", "_add_rms_norm", 90, {**NORM, "out": "*fp8e4nv", "largest": "fp32"}),
-        {"HAS_DELTA": True, "ROUNDS": True, "DEPENDENT": True, "BLOCK": 4096},
+        {**dict.fromkeys(("HAS_DELTA", "ROUNDS", "PLAIN", "DEPENDENT"), True), "BLOCK": 4096},
         8,
     ),
     "values that are keys": (

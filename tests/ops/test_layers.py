@@ -63,12 +63,16 @@ def test_rounding_at_once_is_rounding_behind(
     hidden, delta, fused = (drawn(rows, n, dtype=dtype, seed=n) for n in (size, size, 2 * size))
     if rows:
         hidden[1], delta[1], fused[1] = 0, 0, 0
-    apart = hidden.clone()
+    apart, before = hidden.clone(), hidden.clone()
     one = ops.rounded_rms_norm(hidden, delta, weight, 1e-5, codes)
-    other = rounded_by_kernel(ops.add_rms_norm(apart, delta, weight, 1e-5), codes)
+    plain = ops.add_rms_norm(apart, delta, weight, 1e-5)
+    other = rounded_by_kernel(plain, codes)
     assert torch.equal(hidden, apart)
+    both = ops.both_rms_norm(before, delta, weight, 1e-5, codes)
+    assert torch.equal(before, apart)
+    assert torch.equal(both.plain, plain)
     of_gates = ops.rounded_silu_mul(fused, codes), rounded_by_kernel(ops.silu_mul(fused), codes)
-    for got, want in ((one, other), of_gates):
+    for got, want in ((one, other), (both.rounded, other), of_gates):
         assert got.codes.dtype == codes
         assert got.scales.shape == (rows, 1)
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onestem.ops.kv import page_strides
 from onestem.ops.layers import Angles, Heads, LayerOps, Queries, check_halves
-from onestem.ops.rounding import LARGEST, RoundedRows
+from onestem.ops.rounding import LARGEST, BothRows, RoundedRows
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
 
@@ -41,11 +41,13 @@ def _add_rms_norm(
     weight,
     out,
     scales,
+    plain,
     size,
     eps,
     largest,
     HAS_DELTA: tl.constexpr,
     ROUNDS: tl.constexpr,
+    PLAIN: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -61,7 +63,10 @@ def _add_rms_norm(
     value = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     dtype: tl.constexpr = hidden.dtype.element_ty
-    _store_row(value * inverse * scale, out, scales, at, inside, size, largest, dtype, ROUNDS)
+    value = value * inverse * scale
+    if PLAIN:
+        tl.store(plain + row + at, value.to(dtype), mask=inside)
+    _store_row(value, out, scales, at, inside, size, largest, dtype, ROUNDS)
 
 
 @triton.jit
@@ -238,6 +243,14 @@ class TritonLayers(LayerOps):
         _norm(hidden, delta, weight, eps, *rounded)
         return rounded
 
+    def both_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> BothRows:
+        rounded = empty_rows(len(hidden), hidden.shape[1], dtype, hidden.device)
+        plain = torch.empty_like(hidden)
+        _norm(hidden, delta, weight, eps, *rounded, plain)
+        return BothRows(plain, rounded)
+
     def rope_write(
         self,
         qkv: Tensor,
@@ -318,8 +331,10 @@ def _norm(
     eps: float,
     out: Tensor,
     scales: Tensor | None,
+    plain: Tensor | None = None,
 ) -> None:
-    """RMSNorm into `out`, whose rows are rounded to 8 bits if there are `scales`."""
+    """RMSNorm into `out`, whose rows are rounded to 8 bits if there are `scales`, and into `plain`,
+    as it is."""
     rows, size = hidden.shape
     if rows:
         _add_rms_norm[(rows,)](
@@ -328,11 +343,13 @@ def _norm(
             weight,
             out,
             hidden if scales is None else scales,
+            hidden if plain is None else plain,
             size,
             eps,
             LARGEST.get(out.dtype, 1.0),
             HAS_DELTA=delta is not None,
             ROUNDS=scales is not None,
+            PLAIN=plain is not None,
             BLOCK=triton.next_power_of_2(size),
             num_warps=8 if size > 2048 else 4,
             **dependent_launch(hidden.device),
