@@ -18,6 +18,7 @@ from onestem.engine.engine import Engine
 from onestem.engine.sequence import StepChanges
 from onestem.engine.step.batch_rows import BatchRows
 from onestem.engine.step.runner import Logits, Runner
+from onestem.ops.rounding import BothRows
 
 Rows = dict[tuple[str, int], dict[int, bytes]]
 """(id of a request, which of its answers) -> index of a token -> digest of its logits."""
@@ -102,16 +103,17 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
 
         return forward(ids, positions, watched_attend, read, states and watched_states)
 
-    def watched_normed(hidden: Tensor, delta: Tensor | None, *rest: Any) -> Any:
+    def watched_normed(hidden: Tensor, delta: Tensor | None, *rest: Any, **more: Any) -> Any:
         nonlocal layer, norms
         if delta is not None:
             note("MLP" if norms else f"product after {mixer}", delta)
         elif not place:
             note("embedding", hidden)
         layer, norms = layer + (norms == 1), norms + 1
-        out = normed(hidden, delta, *rest)
-        if isinstance(out, Tensor):
-            note("norm", out)
+        out = normed(hidden, delta, *rest, **more)
+        plain = out.plain if isinstance(out, BothRows) else out
+        if isinstance(plain, Tensor):
+            note("norm", plain)
         return out
 
     vars(decoder).update(forward=watched_forward, normed=watched_normed)
