@@ -22,7 +22,6 @@ import numpy as np
 
 from onestem.cache import ModuleRun, ModuleStore
 from onestem.models.description import Description
-from onestem.ops.work.arrays import ragged
 from onestem.pml import CompiledPrompt, DocumentsPrompt, Segment
 from onestem.tree import Label, Stretch
 
@@ -64,8 +63,7 @@ class ImportedRun:
     @property
     def tokens(self) -> np.ndarray:
         """int64 `[n]`, ascending: the run's tokens that the sequence's last one sees."""
-        _, begin, in_use = self.pieces.T
-        return ragged(begin, in_use - begin)
+        return np.concatenate([np.arange(a, b) for _, a, b in self.pieces.tolist()])
 
 
 class PmlPrompt:
