@@ -75,10 +75,11 @@ BYTES_FP16 = tl.constexpr(
 _BASE_OF_BYTES = tl.constexpr(8388608.0)  # 2 ** 23, 0x4b000000
 
 
-def _e2m1(kind: str, left: int, sign: int, mask: str, power: str) -> tuple[str, ...]:
-    """PTX for each of four places in two words (`$1`): moves three bits to the end of the exponent
-    and the start of the mantissa, a sign to its own place, and multiplies by a power of two."""
-    shifts = [left - 4 * place for place in range(4)]
+def _moved(kind: str, bits: int, left: int, sign: int, mask: str, power: str) -> tuple[str, ...]:
+    """PTX for each place of floats in two words (`$1`): moves exponent and mantissa to the end of
+    the exponent and the start of the mantissa, a sign to its own place, and multiplies by a power
+    of two. To convert float8 to bfloat16, number by number, is slower."""
+    shifts = [left - bits * place for place in range(16 // bits)]
     return tuple(
         f"{{ .reg .b32 t, s, z; {'shl.b32' if shift > 0 else 'shr.u32'} t, $1, {abs(shift)}; "
         f"shl.b32 s, t, {sign}; and.b32 t, t, {mask}; lop3.b32 t, s, 0x80008000, t, 0xea; "
@@ -87,21 +88,10 @@ def _e2m1(kind: str, left: int, sign: int, mask: str, power: str) -> tuple[str, 
     )
 
 
-def _e4m3(kind: str, left: int, mask: str, power: str) -> tuple[str, ...]:
-    """Likewise for each of two places of float8. A GPU converts it to bfloat16 one by one, by
-    instructions that are slower than all of these."""
-    return tuple(
-        f"{{ .reg .b32 t, s, z; {'shl.b32' if shift > 0 else 'shr.u32'} t, $1, {abs(shift)}; "
-        f"shl.b32 s, $1, {sign}; and.b32 t, t, {mask}; lop3.b32 t, s, 0x80008000, t, 0xea; "
-        f"mov.b32 s, {power}; mov.b32 z, 0x80008000; fma.rn.{kind}x2 $0, t, s, z; }}"
-        for shift, sign in ((left, 8), (left - 8, 0))
-    )
-
-
-E4M3_BF16 = tl.constexpr(_e4m3("bf16", 4, "0x07f007f0", "0x7b807b80"))  # 2 ** 120
-E4M3_FP16 = tl.constexpr(_e4m3("f16", 7, "0x3f803f80", "0x5c005c00"))  # 2 ** 8
-E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 6, "0x01c001c0", "0x7f007f00"))  # 2 ** 127
-E2M1_FP16 = tl.constexpr(_e2m1("f16", 9, 3, "0x0e000e00", "0x78007800"))  # 2 ** 15
+E4M3_BF16 = tl.constexpr(_moved("bf16", 8, 4, 4, "0x07f007f0", "0x7b807b80"))  # 2 ** 120
+E4M3_FP16 = tl.constexpr(_moved("f16", 8, 7, 1, "0x3f803f80", "0x5c005c00"))  # 2 ** 8
+E2M1_BF16 = tl.constexpr(_moved("bf16", 4, 6, 6, "0x01c001c0", "0x7f007f00"))  # 2 ** 127
+E2M1_FP16 = tl.constexpr(_moved("f16", 4, 9, 3, "0x0e000e00", "0x78007800"))  # 2 ** 15
 
 
 @triton.jit
@@ -109,18 +99,20 @@ def _values(codes, zero, dtype: tl.constexpr, PLACE: tl.constexpr, PACKING: tl.c
     """Codes at PLACE in words, less their zero points, or what they stand for, exact in `dtype`."""
     ASM: tl.constexpr = PACKING.asm and dtype != tl.float32
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    if PACKING.is_float:
-        if not ASM:
-            byte = (codes >> (8 * PLACE)).to(tl.uint8)
-            value = byte.to(tl.float8e4nv, bitcast=True).to(dtype)
-        elif IS_BF16:
+    if ASM and (PACKING.is_float or PACKING.is_e2m1):
+        if IS_BF16:
+            TO_BF16: tl.constexpr = E4M3_BF16 if PACKING.is_float else E2M1_BF16
             value = tl.inline_asm_elementwise(
-                E4M3_BF16[PLACE], "=r,r", [codes], tl.bfloat16, is_pure=True, pack=2
+                TO_BF16[PLACE], "=r,r", [codes], tl.bfloat16, is_pure=True, pack=2
             )
         else:
+            TO_FP16: tl.constexpr = E4M3_FP16 if PACKING.is_float else E2M1_FP16
             value = tl.inline_asm_elementwise(
-                E4M3_FP16[PLACE], "=r,r", [codes], tl.float16, is_pure=True, pack=2
+                TO_FP16[PLACE], "=r,r", [codes], tl.float16, is_pure=True, pack=2
             )
+    elif PACKING.is_float:
+        byte = (codes >> (8 * PLACE)).to(tl.uint8)
+        value = byte.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif PACKING.bits == 8:
         if not ASM:
             value = ((codes >> (8 * PLACE) & 255) - zero[:, None]).to(dtype)
@@ -135,18 +127,9 @@ def _values(codes, zero, dtype: tl.constexpr, PLACE: tl.constexpr, PACKING: tl.c
                 BYTES_FP16[PLACE], "=r,r,r", [codes, less], tl.float16, is_pure=True, pack=2
             )
     elif PACKING.is_e2m1:
-        if not ASM:
-            word = codes.to(tl.int32) >> (4 * PLACE)
-            bits = (word << 22) & 0x01C00000 | (word << 28) & -2147483648
-            value = (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(dtype)  # 2**127
-        elif IS_BF16:
-            value = tl.inline_asm_elementwise(
-                E2M1_BF16[PLACE], "=r,r", [codes], tl.bfloat16, is_pure=True, pack=2
-            )
-        else:
-            value = tl.inline_asm_elementwise(
-                E2M1_FP16[PLACE], "=r,r", [codes], tl.float16, is_pure=True, pack=2
-            )
+        word = codes.to(tl.int32) >> (4 * PLACE)
+        bits = (word << 22) & 0x01C00000 | (word << 28) & -2147483648
+        value = (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(dtype)  # 2**127
     elif ASM:
         UNPACK: tl.constexpr = UNPACK_BF16 if IS_BF16 else UNPACK_FP16
         BASE: tl.constexpr = 128 if IS_BF16 else 1024
