@@ -226,17 +226,6 @@ def test_an_h100_deals_a_decode_step_out_the_same_while_own_runs_grow(shared, mu
         assert work.split == (multiply, 132 - multiply)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "multiply"), [(2, 110), (4, 100), (8, 80)])
-def test_heads_of_256_cost_more_to_multiply(num_kv_heads, multiply):
-    """With the costs of heads of 128 it would be 96, 80 and 64 of 132 programs."""
-    group = 16 // num_kv_heads
-    config, tuned = load_config("NVIDIA H200", torch.bfloat16, 256, group, True, 4.24e12)
-    assert not tuned
-    plan = decode_step((1, 256), (8000, 64)).plan
-    work = make_work(plan, config.cost(132), num_kv_heads=num_kv_heads, group=group)
-    assert work.split == (multiply, 132 - multiply)
-
-
 @pytest.mark.parametrize(
     ("counts", "lengths", "num_kv_heads", "group", "halves"),
     [

@@ -180,11 +180,8 @@ def _default_tiles(dtype: torch.dtype, block_d: int, hopper: bool) -> KernelConf
     block_n = 64 if block_d <= 128 else 32
     if hopper:
         # Tokens are rows of a product, at least 64.
-        few = (Tile(8, 64, 1400, 9.5),) if block_d <= 128 else ()
-        # Of heads of 256 a tile of 128 was measured, of 64 none: a list of these alone has to be
-        # clearly better.
-        of_64, of_128 = (14, 14.75) if block_d <= 128 else (40, 36)
-        tiles = (*few, Tile(64, block_n, 3600, of_64), Tile(128, block_n, 4000, of_128))
+        few = (Tile(8, block_n, 1400, 9.5),) if block_n == 64 else ()
+        tiles = (*few, Tile(64, block_n, 3600, 14), Tile(128, block_n, 4000, 14.75))
         stages = {64: 10, 128: 6}.get(block_d, 4)  # the even number that shared memory holds
         return KernelConfig(tiles, (stages,) * len(tiles), hopper_registers=(216, 72))
     narrow, middle = Tile(16, block_n, 2500, 45), Tile(64, 32, 2500, 45)

@@ -48,6 +48,7 @@ _TILES = (
     (10, Tiles(64, 16), Tiles(64, 16)),
     (24, Tiles(64, 32), Tiles(64, 32)),
     (56, Tiles(64, 64, stages=3), Tiles(64, 64, stages=3)),
+    (512, Tiles(128, 64), Tiles(128, 64)),
     (math.inf, Tiles(128, 128, warps=8, stages=3), Tiles(128, 128, warps=8, stages=3)),
 )
 
