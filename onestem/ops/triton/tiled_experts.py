@@ -44,13 +44,13 @@ _MX_TILES = (
     (56, Tiles(128, 64, stages=3), Tiles(128, 64, warps=8, stages=3)),
     (math.inf, Tiles(256, 64, warps=8, stages=3), Tiles(128, 128, warps=8, stages=3)),
 )
-_TILES = (
-    (10, Tiles(64, 16), Tiles(64, 16)),
-    (24, Tiles(64, 32), Tiles(64, 32)),
-    (56, Tiles(64, 64, stages=3), Tiles(64, 64, stages=3)),
-    (512, Tiles(128, 64), Tiles(128, 64)),
-    (math.inf, Tiles(128, 128, warps=8, stages=3), Tiles(128, 128, warps=8, stages=3)),
-)
+_FEW = (10, Tiles(64, 16), Tiles(64, 16)), (24, Tiles(64, 32), Tiles(64, 32))
+_SQUARE, _LARGE = Tiles(64, 64, stages=3), Tiles(128, 128, warps=8, stages=3)
+# By the bits of a number: an unpacked tile of four bits serves more rows.
+_TILES = {
+    4: (*_FEW, (128, _SQUARE, _SQUARE), (math.inf, _LARGE, _LARGE)),
+    8: (*_FEW, (56, _SQUARE, _SQUARE), (math.inf, Tiles(128, 64), Tiles(128, 64))),
+}
 
 
 def _widening() -> tuple[str, ...]:
@@ -335,6 +335,11 @@ class _Packed:
         """Whether it is in mxfp4."""
         return self.packing.is_e2m1 and self.scales.dtype == torch.int32
 
+    @property
+    def table(self) -> tuple[tuple[float, Tiles, Tiles], ...]:
+        """What `choose_tiles` chooses from."""
+        return _MX_TILES if self.is_mx else _TILES[self.packing.bits]
+
     def tiles(self, chosen: Tiles, x: Tensor) -> Tiles:
         """Tiles whose stages fit in shared memory."""
         words = self.codes[0, 0, 0].nbytes // _ROWS.value
@@ -400,8 +405,8 @@ class TiledExperts:
         out = torch.empty(rows, top_k, self.hidden, dtype=x.dtype, device=x.device)
         alpha, limit = self.clamp or (1.0, 0.0)
         if total:
-            table = _MX_TILES if up.is_mx else _TILES
-            of_up, of_down = choose_tiles(table, total, num)
+            of_up, _ = choose_tiles(up.table, total, num)
+            _, of_down = choose_tiles(down.table, total, num)
             of_up, of_down = up.tiles(of_up, x), down.tiles(of_down, x)
             _up_kernel[tile_grid(total, num, up.rows, of_up)](
                 x.contiguous(), order, ends, *up.pointers(), bias_of(up.bias, x), inner, num,
