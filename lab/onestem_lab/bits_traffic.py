@@ -3,7 +3,7 @@ against the same request alone and cold.
 
     python -m onestem_lab.bits_traffic [--positions 1000000] [--families llama,qwen3,gemma3]
         [--dtypes bfloat16,float32,float16] [--device cpu] [--processes 1] [--threads 1]
-        [--scored 4] [--seconds S] [--out FILE]
+        [--scored 4] [--seed 0] [--seconds S] [--out FILE]
 
 Requests share beginnings of all lengths, are greedy or sampled, have several answers and scores,
 and run in engines with pages and steps of random sizes, with ample and with little KV memory, twice
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a process")
     parser.add_argument("--scored", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="the first; runs of others add up")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=RESULTS / "bits-traffic.json")
     options = parser.parse_args()
@@ -67,7 +68,7 @@ def main() -> None:
         paths = {name: make_tiny(name, Path(folder) / name) for name in options.families.split(",")}
         jobs = (
             pool.submit(compared, options.device, seed, family, path, dtype, options.scored)
-            for seed in count(0)
+            for seed in count(options.seed)
             for family, path in paths.items()
             for dtype in options.dtypes.split(",")
         )

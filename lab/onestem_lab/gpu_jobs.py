@@ -113,8 +113,8 @@ PARTS = (
         "hybrid-moe",
         "qwen3.6-35b-a3b",
         (WIDE_JOB, LONG_JOB),
-        420,
-        "--quantization fp8 --alone --kv-memory 90GiB --peer-seconds 330 "
+        540,
+        "--quantization fp8 --alone --kv-memory 90GiB --peer-seconds 430 "
         f"--peer-settings '{json.dumps(STATES_FP8)}'",
     ),
     Part(
