@@ -22,6 +22,7 @@ from onestem.errors import UnsupportedError
 from onestem.ops.delta import NORM_EPS, DeltaOps, PartRows, check_conv, check_delta, check_norm
 from onestem.ops.state_rows import CHUNK, FEW_ROWS
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
+from onestem.ops.triton.sizes import cdiv, power_of_2
 
 # Rows and channels of a program, and its warps: without chunks, where most parts are one row; with.
 _CONV = (1, 256, 1), (8, 128, 2)
@@ -409,7 +410,7 @@ class TritonDelta(DeltaOps):
             )
         if pieces:
             count, block, warps = _CONV[len(rows.chunks) > 0]
-            _causal_conv[(pieces, triton.cdiv(x.shape[1], block))](
+            _causal_conv[(pieces, cdiv(x.shape[1], block))](
                 x,
                 weight.t().contiguous(),
                 states,
@@ -421,7 +422,7 @@ class TritonDelta(DeltaOps):
                 x.shape[1],
                 KEEP=keep,
                 CHUNK=CHUNK,
-                KEPT=triton.next_power_of_2(keep),
+                KEPT=power_of_2(keep),
                 ROWS=count,
                 BLOCK=block,
                 num_warps=warps,
@@ -433,7 +434,7 @@ class TritonDelta(DeltaOps):
         """See `DeltaOps`."""
         decay, beta = torch.empty(2, *a.shape, dtype=torch.float32, device=a.device)
         if a.numel():
-            _gates[(triton.cdiv(a.numel(), _GATE_BLOCK),)](
+            _gates[(cdiv(a.numel(), _GATE_BLOCK),)](
                 a, b, a_log, dt_bias, decay, beta, *a.shape, a.stride(0), b.stride(0),
                 BLOCK=_GATE_BLOCK, num_warps=4, **dependent_launch(a.device),
             )  # fmt: skip
@@ -459,10 +460,10 @@ class TritonDelta(DeltaOps):
         sizes = heads, heads // k.shape[1], dk, dv
         scale, options = dk**-0.5, dependent_launch(v.device)
         # A product has 16 rows, columns and steps at least.
-        block = max(16, triton.next_power_of_2(dk))
+        block = max(16, power_of_2(dk))
         if self.deterministic or len(rows.scans) < len(rows.parts):
-            columns = min(_FEW_COLUMNS * 128 // max(block, 128), triton.next_power_of_2(dv))
-            _few_rows[(triton.cdiv(dv, columns), heads, len(rows.parts))](
+            columns = min(_FEW_COLUMNS * 128 // max(block, 128), power_of_2(dv))
+            _few_rows[(cdiv(dv, columns), heads, len(rows.parts))](
                 q,
                 k,
                 v,
@@ -509,7 +510,7 @@ class TritonDelta(DeltaOps):
                 **options,
             )
             columns = _scan_columns(len(rows.scans) * heads, dv, v.device)
-            _over_chunks[(triton.cdiv(dv, columns), heads, len(rows.scans))](
+            _over_chunks[(cdiv(dv, columns), heads, len(rows.scans))](
                 q,
                 k,
                 v,
@@ -540,7 +541,7 @@ class TritonDelta(DeltaOps):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if rows:
             block = _NORM_HEADS[rows > 1024 and not self.deterministic]
-            _gated_norm[(rows, triton.cdiv(heads, block))](
+            _gated_norm[(rows, cdiv(heads, block))](
                 x,
                 z,
                 weight,
@@ -551,7 +552,7 @@ class TritonDelta(DeltaOps):
                 x.stride(0),
                 z.stride(0),
                 HEADS=block,
-                BLOCK=triton.next_power_of_2(size),
+                BLOCK=power_of_2(size),
                 num_warps=4,
                 **dependent_launch(x.device),
             )
@@ -563,5 +564,5 @@ def _scan_columns(states: int, dv: int, device: torch.device) -> int:
     sms = 1
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    sizes = [size for size in _SCAN_COLUMNS if size <= max(16, triton.next_power_of_2(dv))]
-    return next((x for x in sizes if states * triton.cdiv(dv, x) >= 0.75 * sms), sizes[-1])
+    sizes = [size for size in _SCAN_COLUMNS if size <= max(16, power_of_2(dv))]
+    return next((x for x in sizes if states * cdiv(dv, x) >= 0.75 * sms), sizes[-1])

@@ -27,6 +27,7 @@ from torch import Tensor
 from onestem.ops.experts import Beside, GroupedWeight
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.layers import gate_value
+from onestem.ops.triton.sizes import cdiv, power_of_2
 from onestem.ops.triton.tiled import Tiles
 
 _SORT_BLOCK, _SUM_BLOCK = 4096, 1024
@@ -110,7 +111,7 @@ def route(
         _route_kernel[(rows,)](
             logits, logits if correction is None else correction, scores, chosen, num, scale,
             SIGMOID=sigmoid, NORMALIZED=normalized, CORRECTED=correction is not None, TOP_K=top_k,
-            BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=triton.next_power_of_2(num),
+            BLOCK_K=power_of_2(top_k), BLOCK_E=power_of_2(num),
             num_warps=1, **dependent_launch(logits.device),
         )  # fmt: skip
     return scores, chosen
@@ -142,7 +143,7 @@ def sort_rows(chosen: Tensor, num: int) -> tuple[Tensor, Tensor]:
     total = chosen.numel()
     order = torch.empty(total, dtype=torch.int32, device=chosen.device)
     ends = torch.empty(num, dtype=torch.int32, device=chosen.device)
-    block = min(_SORT_BLOCK, max(16, triton.next_power_of_2(total)))
+    block = min(_SORT_BLOCK, max(16, power_of_2(total)))
     options = dependent_launch(chosen.device)
     _sort_kernel[(num,)](chosen, order, ends, total, BLOCK=block, num_warps=4, **options)
     return order, ends
@@ -288,7 +289,7 @@ def summed(results: Tensor, beside: Beside | None) -> Tensor:
     out = torch.empty(rows, hidden, dtype=results.dtype, device=results.device)
     other, gate = (None, None) if beside is None else beside
     if rows:
-        _summed_kernel[(rows, triton.cdiv(hidden, _SUM_BLOCK))](
+        _summed_kernel[(rows, cdiv(hidden, _SUM_BLOCK))](
             results, out if other is None else other, out if gate is None else gate, out, hidden,
             TOP_K=top_k, BESIDE=other is not None, GATED=gate is not None, BLOCK=_SUM_BLOCK,
             num_warps=4, **dependent_launch(results.device),
@@ -347,7 +348,7 @@ def tile_grid(total: int, num: int, columns: int, tiles: Tiles) -> tuple[int, in
     """Programs by columns and by tiles of rows: the maximum for `total` rows of `num` experts,
     however rows are distributed."""
     most = (total + (tiles.rows - 1) * min(num, total)) // tiles.rows
-    return triton.cdiv(columns, tiles.out), most
+    return cdiv(columns, tiles.out), most
 
 
 def bias_of(bias: Tensor | None, x: Tensor) -> Tensor:
@@ -359,7 +360,7 @@ def constants(bias: Tensor | None, num: int, tiles: Tiles) -> dict[str, object]:
     """What both products of `num` experts are compiled for."""
     return {
         "BIAS": bias is not None,
-        "BLOCK_E": triton.next_power_of_2(num),
+        "BLOCK_E": power_of_2(num),
         "TILES": tiles,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onestem.ops.triton.sizes import cdiv
 from onestem.ops.triton.tiled import Tiles, fitting, num_sms, store_tile, sum_columns, tile_of
 
 # Maximum rows, and tiles for them. The first ones are multiplied by other instructions than the
@@ -52,7 +53,7 @@ def streamed_tiles(
         return ()
 
     def programs(most: int, tiles: Streamed) -> int:
-        return triton.cdiv(shape[0], tiles.out) * triton.cdiv(most, tiles.rows)
+        return cdiv(shape[0], tiles.out) * cdiv(most, tiles.rows)
 
     sms = num_sms(device)
     return tuple(
@@ -101,7 +102,7 @@ def rows_product(
     stage = (tiles.out + tiles.rows) * tiles.columns * x.itemsize
     tiles = fitting(tiles, stage, x.device)
     if rows:
-        _rows_product[(triton.cdiv(rows, tiles.rows) * triton.cdiv(num_out, tiles.out),)](
+        _rows_product[(cdiv(rows, tiles.rows) * cdiv(num_out, tiles.out),)](
             x,
             weight,
             out if bias is None else bias,

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from onestem.errors import ConfigError, UnsupportedError
@@ -18,6 +17,7 @@ from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.triton.config import KernelConfig, load_config
 from onestem.ops.triton.grid import fold_kernel, grid_config, grid_kernel
 from onestem.ops.triton.kernels import attend_kernel, merge_kernel
+from onestem.ops.triton.sizes import power_of_2
 from onestem.ops.triton.words import Form, HopperForm
 from onestem.ops.work import CostModel, WorkList, make_work
 from onestem.ops.work.grid import grid_work
@@ -261,7 +261,7 @@ class Kernels:
             "num_kv_heads": self.num_kv_heads,
             "group": self.group,
             "head_dim": self.head_dim,
-            "block_d": max(16, triton.next_power_of_2(self.head_dim)),
+            "block_d": max(16, power_of_2(self.head_dim)),
             "page_size": self.page_size,
             "windowed": self.windowed,
             "alibi": scores.alibi_slopes is not None,
@@ -304,7 +304,7 @@ class Kernels:
         return {
             "NUM_HEADS": self.num_q_heads,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": triton.next_power_of_2(self.head_dim),
+            "BLOCK_D": power_of_2(self.head_dim),
             "DEPENDENT": self.dependent,
             "num_warps": 1,
             **({"launch_pdl": True} if self.dependent else {}),

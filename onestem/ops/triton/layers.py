@@ -14,6 +14,7 @@ from onestem.ops.layers import Angles, Heads, LayerOps, Queries, check_halves
 from onestem.ops.rounding import LARGEST, BothRows, RoundedRows
 from onestem.ops.triton.dependent import dependent_launch, wait_for_launch
 from onestem.ops.triton.rounding import empty_rows, round_codes
+from onestem.ops.triton.sizes import cdiv, power_of_2
 
 # Heads that one program rotates: few, so that a single row still uses several multiprocessors.
 _HEADS_PER_PROGRAM = 8
@@ -267,8 +268,7 @@ class TritonLayers(LayerOps):
         sources, turned = (slots, angles) if queries is None else queries
         q = qkv.new_empty(len(sources), heads.num_q_heads, heads.head_dim)
         blocks = sum(
-            triton.cdiv(count, _HEADS_PER_PROGRAM)
-            for count in (heads.num_q_heads, heads.num_kv_heads)
+            cdiv(count, _HEADS_PER_PROGRAM) for count in (heads.num_q_heads, heads.num_kv_heads)
         )
         norm = heads.q_norm is not None
         if rows:
@@ -296,7 +296,7 @@ class TritonLayers(LayerOps):
                 VALUE_IS_KEY=heads.value_is_key,
                 MOVED=queries is not None,
                 HEADS=_HEADS_PER_PROGRAM,
-                HALF=triton.next_power_of_2(half),
+                HALF=power_of_2(half),
                 num_warps=4,
                 **dependent_launch(qkv.device),
             )
@@ -309,7 +309,7 @@ class TritonLayers(LayerOps):
         check_halves("the width of gate and up", gate_up.shape[1])
         size = gate_up.shape[1] // 2
         rounded = empty_rows(len(gate_up), size, dtype, gate_up.device)
-        _gate(gate_up, *rounded, gelu=False, block=triton.next_power_of_2(size))
+        _gate(gate_up, *rounded, gelu=False, block=power_of_2(size))
         return rounded
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ class TritonLayers(LayerOps):
     def share_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         rows, num_heads, head_dim = out.shape
         if rows:
-            blocks = triton.cdiv(num_heads * head_dim, _GATE_BLOCK)
+            blocks = cdiv(num_heads * head_dim, _GATE_BLOCK)
             _share_sinks[(rows, blocks)](
                 out, lse, sinks, num_heads, head_dim, BLOCK=_GATE_BLOCK, num_warps=4
             )
@@ -350,7 +350,7 @@ def _norm(
             HAS_DELTA=delta is not None,
             ROUNDS=scales is not None,
             PLAIN=plain is not None,
-            BLOCK=triton.next_power_of_2(size),
+            BLOCK=power_of_2(size),
             num_warps=8 if size > 2048 else 4,
             **dependent_launch(hidden.device),
         )
@@ -368,7 +368,7 @@ def _gate(gate_up: Tensor, out: Tensor, scales: Tensor | None, *, gelu: bool, bl
     """Gate into `out`, likewise; a row in one block is divided among more warps."""
     rows, size = out.shape
     if rows:
-        _gate_mul[(rows, triton.cdiv(size, block))](
+        _gate_mul[(rows, cdiv(size, block))](
             gate_up,
             out,
             gate_up if scales is None else scales,

@@ -22,13 +22,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from onestem.ops.triton.dependent import dependent_launch
 from onestem.ops.triton.layers import gate_value
+from onestem.ops.triton.sizes import cdiv
 from onestem.ops.triton.tiled import Packing
 from onestem.ops.triton.versions import barrier, viewed
 
@@ -364,7 +364,7 @@ def one_row_product(
             `[1, num_out / 2]`, of which 64 must be a divisor.
     """
     num_out, size = out.shape[1], x.shape[1]
-    num_tiles = triton.cdiv(num_out, 16 if gate is None else 8)
+    num_tiles = cdiv(num_out, 16 if gate is None else 8)
     _one_row[(min(num_tiles, 2 * sms),)](
         x.view(torch.int32),
         codes.view(torch.int32),

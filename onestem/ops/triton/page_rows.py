@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.kv import page_strides
+from onestem.ops.triton.sizes import cdiv
 
 _TOKENS, _VALUES = 8, 256  # of a program's tile
 _FIELDS = 7  # of a tensor in the table
@@ -86,7 +87,7 @@ class PageRows:
         self._launch(slots, first, count, rows, out=False)
 
     def _launch(self, slots: Tensor, first: int, count: int, rows: Tensor, *, out: bool) -> None:
-        _move[len(self._table), triton.cdiv(count, _TOKENS)](
+        _move[len(self._table), cdiv(count, _TOKENS)](
             self._table, slots, first, rows.view(torch.int16 if self._bits == 16 else torch.int32),
             count, self._width, self._page_size,
             OUT=out, BITS=self._bits, TOKENS=_TOKENS, VALUES=_VALUES, FIELDS=_FIELDS,

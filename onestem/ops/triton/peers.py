@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onestem.ops.triton.sizes import cdiv
+
 _BLOCK = 2048
 _PROGRAMS = tl.constexpr(128)  # a GPU runs all of them at once, or one would wait for ever
 _ALIGN = 256
@@ -171,7 +173,7 @@ class PeerMemory:
         size, slot = x.numel(), slot_bytes(self._size)
         if not size:
             return
-        blocks = triton.cdiv(size, _BLOCK)
+        blocks = cdiv(size, _BLOCK)
         programs = min(_PROGRAMS.value, blocks)
         most = slot // x.itemsize // programs // _BLOCK
         _exchange[(programs,)](
@@ -179,7 +181,7 @@ class PeerMemory:
             out,
             size,
             width,
-            min(most, triton.cdiv(blocks, programs)) * _BLOCK,
+            min(most, cdiv(blocks, programs)) * _BLOCK,
             self._addresses,
             self._counters,
             self._stop,

@@ -12,6 +12,7 @@ from torch import Tensor
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import Penalties
 from onestem.ops.sampling.rows import RowTable
+from onestem.ops.triton.sizes import cdiv, power_of_2
 from onestem.ops.triton.words import ROW_WORDS, R
 
 _Ids = NDArray[np.int64]
@@ -136,7 +137,7 @@ class TritonPenalties(Penalties):
         told = (logits, logits.stride(0), index, rows.words)
         vocab = self._vocab_size
         if bool((rows.rows["repetition"][rows.penalised] != 1).any()):
-            _repeat[(count, triton.cdiv(vocab, _BLOCK))](
+            _repeat[(count, cdiv(vocab, _BLOCK))](
                 *told, self._seen, self._num_words, vocab, BLOCK=_BLOCK
             )
         _spend[(count,)](
@@ -179,7 +180,7 @@ class TritonPenalties(Penalties):
         count = len(repeated)
         if count:
             tokens = on_device(np.concatenate(seen).astype(np.int32), self._device)
-            _set_bits[(triton.cdiv(count, _BLOCK),)](
+            _set_bits[(cdiv(count, _BLOCK),)](
                 on_device(repeated, self._device), tokens, count, self._seen, self._num_words,
                 BLOCK=_BLOCK,
             )  # fmt: skip
@@ -190,7 +191,7 @@ class TritonPenalties(Penalties):
             target[where] = on_device(np.concatenate(values).astype(np.int32), self._device)
 
     def _add_places(self, count: int) -> None:
-        missing = triton.next_power_of_2(max(_PLACES, count)) - len(self._most)
+        missing = power_of_2(max(_PLACES, count)) - len(self._most)
         if missing <= 0:
             return
         self._seen = torch.cat((self._seen, self._zeros(missing, self._num_words)))

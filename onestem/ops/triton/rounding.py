@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.rounding import LARGEST, RoundedRows
+from onestem.ops.triton.sizes import power_of_2
 
 # Adding and subtracting it rounds a float32 to the nearest integer, halves to even.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
@@ -55,7 +56,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype) -> RoundedRows:
             size,
             LARGEST[dtype],
             IS_INT=dtype == torch.int8,
-            BLOCK=triton.next_power_of_2(size),
+            BLOCK=power_of_2(size),
             num_warps=8 if size > 2048 else 4,
         )
     return rounded

@@ -23,6 +23,7 @@ from onestem.ops.sampling import Drawn, Sampling
 from onestem.ops.sampling.rows import STATUS_MASKED, STATUS_NOT_FINITE, RowTable
 from onestem.ops.sampling.torch_impl import WEIGHT_BITS
 from onestem.ops.triton.penalties import TritonPenalties
+from onestem.ops.triton.sizes import cdiv, power_of_2
 from onestem.ops.triton.words import ROW_WORDS, R
 
 MOST_LEADING = 256  # a larger top-k is found by bisection
@@ -492,20 +493,20 @@ class TritonSampling(Sampling):
             logits, logits.stride(0), rows.words, rows.steps, scores, winners, faults, vocab, split,
             BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
-        most_parts = triton.next_power_of_2(min(_PROGRAMS, triton.cdiv(vocab, _BLOCK)))
+        most_parts = power_of_2(min(_PROGRAMS, cdiv(vocab, _BLOCK)))
         _settle[(count,)](scores, winners, faults, parts, ids, status, PARTS=most_parts)
 
     def _lead(
         self, logits: Tensor, index: Tensor, most: int, rows: RowTable | None, out: Drawn
     ) -> None:
         """Draw from leading tokens, or, without `rows`, store them in place of ids and status."""
-        vocab, cap = logits.shape[1], triton.next_power_of_2(max(256, 4 * most))
+        vocab, cap = logits.shape[1], power_of_2(max(256, 4 * most))
         scratch = torch.empty(len(index), cap, dtype=torch.int64, device=logits.device)
         words = logits if rows is None else rows.words
         _leading[(len(index),)](
             logits, logits.stride(0), index, words, most, words, 0 if rows is None else rows.steps,
             scratch, *out, *out, vocab,
-            GROUPS=min(1024, triton.next_power_of_2(vocab)), CAP=cap, BLOCK=_LEADING_BLOCK,
+            GROUPS=min(1024, power_of_2(vocab)), CAP=cap, BLOCK=_LEADING_BLOCK,
             DRAW=rows is not None, num_warps=_LEADING_WARPS,
         )  # fmt: skip
 
@@ -513,7 +514,7 @@ class TritonSampling(Sampling):
         """See `Sampling`; the result is float32. The parts of a row are the same at any number of
         rows, and so are its bits."""
         count, vocab = len(index), logits.shape[1]
-        parts = triton.cdiv(vocab, _SUM_PART)
+        parts = cdiv(vocab, _SUM_PART)
         tops, sums = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
         out = torch.empty(count, dtype=torch.float32, device=logits.device)
         if count:
@@ -521,7 +522,7 @@ class TritonSampling(Sampling):
                 logits, logits.stride(0), index, tops, sums, vocab, _SUM_PART,
                 BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
-            _log_sum[(count,)](tops, sums, parts, out, PARTS=triton.next_power_of_2(parts))
+            _log_sum[(count,)](tops, sums, parts, out, PARTS=power_of_2(parts))
         return out
 
     def leading(self, logits: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -549,9 +550,9 @@ class TritonSampling(Sampling):
 
 def _split(rows: int, vocab: int) -> tuple[int, int]:
     """Number of parts of a row, and tokens of a part."""
-    parts = max(1, min(_PROGRAMS // max(1, rows), triton.cdiv(vocab, _BLOCK)))
-    split = triton.cdiv(triton.cdiv(vocab, parts), _BLOCK) * _BLOCK
-    return triton.cdiv(vocab, split), split
+    parts = max(1, min(_PROGRAMS // max(1, rows), cdiv(vocab, _BLOCK)))
+    split = cdiv(cdiv(vocab, parts), _BLOCK) * _BLOCK
+    return cdiv(vocab, split), split
 
 
 class _Plan:

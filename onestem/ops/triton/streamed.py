@@ -9,7 +9,6 @@ shared memory: those after a box of 32 are of the box after it, and their sums a
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onestem.ops.triton.dependent import dependent_launch
+from onestem.ops.triton.sizes import cdiv
 from onestem.ops.triton.tiled import Tiles
 from onestem.ops.triton.versions import barrier, copy_box, viewed, without_first
 
@@ -121,14 +121,14 @@ def streamed_product(
         view = lines.unflatten(1, (-1, COLUMNS.value)).transpose(0, 1)
         return TensorDescriptor.from_tensor(view, [boxes, count, COLUMNS.value], layout)
 
-    _streamed[(triton.cdiv(num_out, tiles.out), triton.cdiv(rows, tiles.rows))](
+    _streamed[(cdiv(num_out, tiles.out), cdiv(rows, tiles.rows))](
         in_boxes(x, tiles.rows),
         in_boxes(weight, tiles.out),
         out if bias is None else bias,
         out,
         rows,
         num_out,
-        triton.cdiv(size, tiles.columns),
+        cdiv(size, tiles.columns),
         STAGES=tiles.stages,
         HAS_BIAS=bias is not None,
         num_warps=tiles.warps,

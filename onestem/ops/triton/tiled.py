@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onestem.ops.rounding import RoundedRows
+from onestem.ops.triton.sizes import cdiv
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def multiply(
         weight.num_out,
         weight.size,
         *sizes,
-        triton.cdiv(number, tiles.split),
+        cdiv(number, tiles.split),
         HAS_BIAS=bias is not None,
         TILES=tiles,
         **form,
@@ -251,7 +252,7 @@ def multiply(
 
 
 def _num_tiles(rows: int, num_out: int, tiles: Tiles) -> int:
-    return triton.cdiv(rows, tiles.rows) * triton.cdiv(num_out, tiles.out)
+    return cdiv(rows, tiles.rows) * cdiv(num_out, tiles.out)
 
 
 @functools.cache
@@ -339,7 +340,7 @@ class TiledChannels:
             out,
             tiles,
             torch.int32 if is_int else torch.float32,
-            (triton.cdiv(size, tiles.columns),),
+            (cdiv(size, tiles.columns),),
             IS_INT=is_int,
             EVEN=size % tiles.columns == 0,
         )
@@ -368,13 +369,13 @@ def divided(weight: Tiled, tiles: Tiles, rows: int, sms: int) -> Tiles:
     """Tiles whose `split` is programs per multiprocessor -> tiles whose `split` is parts."""
     num_tiles = _num_tiles(rows, weight.num_out, tiles)
     chunk = weight.columns(tiles)
-    chunks = triton.cdiv(weight.size, chunk)
+    chunks = cdiv(weight.size, chunk)
     # Adding up shorter parts would take longer than computing them.
     split = min(tiles.split * sms // num_tiles, chunks * chunk // _LEAST_COLUMNS, _MOST_PARTS)
     if split <= 1 or num_tiles > _COUNTERS:
         return replace(tiles, split=1)
     # No part is empty.
-    return replace(tiles, split=triton.cdiv(chunks, triton.cdiv(chunks, split)))
+    return replace(tiles, split=cdiv(chunks, cdiv(chunks, split)))
 
 
 _LEAST_COLUMNS, _MOST_PARTS = 512, 16
