@@ -718,6 +718,13 @@ def test_ctrl_c_again_ends_it_with_one_line(when):
     assert done.stderr == "onestem: ended at once\n"
 
 
+def test_what_is_printed_is_utf_8_in_any_locale(model):
+    command = ["-m", "onestem", "generate", "--model", model, "模", "--max-tokens", "1", "--json"]
+    env = {**CPU, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, env=env, check=True)
+    assert json.loads(done.stdout)["prompt"] == "模"
+
+
 def test_ctrl_c_while_the_command_is_imported_has_no_traceback(monkeypatch):
     class Interrupted:
         def __getattr__(self, name: str):

@@ -71,14 +71,15 @@ def _root(
 
 def main() -> None:
     """Run the command; a caller's mistake is one line on stderr and exit code 2. Ctrl-C is exit
-    code 130, and pressed again it ends the process at once."""
+    code 130, and pressed again it ends the process at once. What is printed is UTF-8."""
+    if hasattr(sys.stdout, "reconfigure"):  # None, where it is closed, has not
+        sys.stdout.reconfigure(encoding="utf-8")  # a locale's may have no place for an answer
     before = signal.signal(signal.SIGINT, _interrupt)
     try:
         _run()
     except SystemExit as ended:
         # The interpreter's end may take seconds, and an interrupt there would print a traceback.
-        again = ended.code == INTERRUPTED
-        signal.signal(signal.SIGINT, _end_at_once if again else before)
+        signal.signal(signal.SIGINT, _end_at_once if ended.code == INTERRUPTED else before)
         raise
 
 

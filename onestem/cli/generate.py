@@ -63,9 +63,8 @@ def generate(
         raise ConfigError(f"--system is for chats, and {llm.name} has no chat template")
     if chat:
         head = [{"role": "system", "content": system}] if system is not None else []
-        outputs = llm.chat(
-            [[*head, {"role": "user", "content": prompt}] for prompt in prompts], params
-        )
+        chats = [[*head, {"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = llm.chat(chats, params)
     else:
         outputs = llm.generate(prompts, params, parse_special=parse_special)
     for prompt, output in zip(prompts, outputs, strict=True):
