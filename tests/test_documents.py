@@ -47,6 +47,8 @@ def test_whole_prompts_are_those_written_by_hand(llm):
     each = [[ANNA, BEN], [BEN, ANNA]]
     assert answers(llm.chat([ASK, OTHER], GREEDY, documents=each)) == answers(by_hand)
     assert answers(llm.chat([ASK, OTHER], GREEDY, documents=each, repair=1)) == answers(by_hand)
+    unread = llm.chat([ASK, OTHER], GREEDY, documents=each, repair=1, lead_in="Dora")
+    assert answers(unread) == answers(by_hand)
     (one,) = llm.chat(ASK, GREEDY, documents=(ANNA, BEN))
     assert answers([one]) == answers(by_hand[:1])
     streamed = [*llm.stream_chat(ASK, GREEDY, documents=[[ANNA, BEN]])]

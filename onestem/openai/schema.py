@@ -250,7 +250,7 @@ class Conversation(Object):
         default=None, json_schema_extra={EXPECTED: "text that is not blank, or an object with one"}
     )
     """A document like them after which `repair` stores all but the first. Where it is left out,
-    prose that is built in."""
+    prose that is built in. A `repair` of 1 stores none, and does not read it."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""
