@@ -256,6 +256,7 @@ def test_killed_replicas_lose_nothing(replicas, told, job, tmp_path):
     assert sum("died" in line and "it is started again" in line for line in told) == 3
 
 
+@pytest.mark.soak
 def test_a_killed_driver_is_followed_by_another(replicas, cluster, job, tmp_path):
     """The command had one replica; who goes on has two."""
     source, whole, _ = job

@@ -26,6 +26,7 @@ from onestem.server.link.process import EngineProcess
 from onestem.shapes import find_shape
 from tests.forked import Command
 from tests.server.test_batches import ended, lines, output, upload
+from tests.soak import soaked
 
 WAIT = 90.0
 REQUESTS = 24
@@ -348,7 +349,7 @@ def test_what_the_engine_logs_is_in_the_log(tmp_path, tiny_model):
     assert said["message"] == f"disk_kv {folder} cannot be written: File exists"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [soaked(signal.SIGTERM), signal.SIGKILL])
 def test_a_restart_finds_prefixes_on_the_disk(tmp_path, tiny_model, number):
     """An engine that falls idle has written what it computed: a kill loses nothing of it."""
     disk = ("--disk-kv", tmp_path / "kv")
