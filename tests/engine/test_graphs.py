@@ -14,6 +14,7 @@ from onestem.engine import engine as engines
 from onestem.engine.engine import Engine
 from onestem.engine.step import graphs
 from onestem.engine.step.inputs import StepInputs
+from onestem.engine.step.runner import Runner
 from onestem.models.weights import load_decoder
 from onestem.ops.triton import Kernels, Workspace
 from tests.engine.harness import (
@@ -139,7 +140,7 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     engine = with_graphs(1 << 16)
     assert tokens(engine, LONG) == want
     runner = engine.launcher.runner
-    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0)}
+    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0, False)}
     assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
     # A kernel without the widest tiles, and one with them where a graph is for both.
     assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
@@ -150,8 +151,8 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     runner.release_pages()
     runner.restore_pages()
     runner.warm_up()
-    sizes = {(size, False, 0) for size in (1, 2, 4, 64)}
-    assert set(runner.graphs) == sizes | {(64, True, 0)}
+    sizes = {(size, False, 0, False) for size in (1, 2, 4, 64)}
+    assert set(runner.graphs) == sizes | {(64, True, 0, False)}
     assert len(runner.replays) == replays
     for space in runner.workspaces.values():
         assert torch.count_nonzero(space.control) == 1  # the place of the records
@@ -174,8 +175,19 @@ def test_a_tree_of_short_runs(with_graphs, tiny, lengths) -> None:
 def test_moved_rows_are_in_the_fixed_buffers(
     with_graphs, tiny, monkeypatch, family, repair
 ) -> None:
-    """Each distance at which a row sees modules is one more query. What chooses has no graph."""
-    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
+    """Each distance at which a row sees modules is one more query. Few rows that choose have a
+    graph, and choose the same."""
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 16))
+    monkeypatch.setattr(graphs, "OFTEN", 0)
+    attended = graphs.GraphRunner.attended
+
+    def compared(self, inputs) -> torch.Tensor:
+        found = attended(self, inputs)
+        launched = Runner.run(self, inputs, Runner.prepare(self, inputs, None), None)
+        torch.testing.assert_close(found, launched.attended, atol=1e-5, rtol=1e-5)
+        return found
+
+    monkeypatch.setattr(graphs.GraphRunner, "attended", compared)
     orders = ((0, 4, 2), (0, 2, 4), (4, 2, 0), (2, 4, 4))
     requests = [
         request_of(str(i), prompt_of(order, repair), max_tokens=3 + i)
@@ -185,10 +197,13 @@ def test_moved_rows_are_in_the_fixed_buffers(
     found = with_graphs(1 << 16, family, num_pages=256)
     outputs = []
     for engine in (want, found):
-        outputs.append(answer(engine, requests[:1]) | answer(engine, requests[1:]))
+        alone = answer(engine, requests[:1]) | answer(engine, requests[1:2])
+        outputs.append(alone | answer(engine, requests[2:]))
     for name, output in outputs[0].items():
         assert outputs[1][name].outputs[0].token_ids == output.outputs[0].token_ids
-    assert any(shape.queries and shape.rows == 4 for shape in found.launcher.runner.replays)
+    shapes = set(found.launcher.runner.replays)
+    assert any(shape.queries and not shape.chooses for shape in shapes)
+    assert any(shape.queries and shape.chooses for shape in shapes) == (repair > 0)
 
 
 def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:

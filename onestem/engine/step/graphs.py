@@ -4,7 +4,8 @@ A graph is made for each of a few batch sizes, and a step takes the next larger 
 see nothing and write to a page that is never read. What a step attends to is in the plan's work
 list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length. But
 lists without items of the widest tiles have graphs of their own, with a smaller attention kernel;
-and so have decodes with moved rows, by their number of queries, made when the first one comes.
+and so have decodes with moved rows, by their number of queries, made when the first one comes. Few
+rows that choose what is repaired have graphs that are made when such steps have come before.
 
 A graph ends with the hidden states. Logits are made after it, only of rows that want them: rows of
 prompts and spare rows want none, and the graphs hold no logits of their own.
@@ -13,15 +14,18 @@ prompts and spare rows want none, and the graphs hold no logits of their own.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from onestem.engine.step.choices import Watched
 from onestem.engine.step.inputs import NewPages, StepInputs
 from onestem.engine.step.runner import LayerQueries, Logits, Prepared, Runner
 from onestem.models.by_row_gpu import GRAPH_ROWS
@@ -39,6 +43,9 @@ BATCH_SIZES = GRAPH_ROWS
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 MOST_QUERIES = STATES_PER_ROW * BATCH_SIZES[-1]  # a moved row is one state at least
+# Queries of a step that chooses, which are kept of each layer that says what they attend to; and
+# how often its like comes before it has a graph, which takes as long as some steps.
+MOST_CHOOSING, OFTEN = 512, 3
 
 # Steps of decodes after which their work list is made again: it was balanced for the lengths of its
 # time, and own runs grow.
@@ -49,12 +56,13 @@ _Kind = tuple[int | None, int, int]
 
 
 class GraphShape(NamedTuple):
-    """What a graph is made for: rows, whether work lists may have items of the widest tiles, and
-    how many queries there may be. 0: only those of the rows."""
+    """What a graph is made for: rows, whether work lists may have items of the widest tiles, how
+    many queries there may be (0: only those of the rows), and whether they choose."""
 
     rows: int
     wide: bool
     queries: int = 0
+    chooses: bool = False
 
     @property
     def words(self) -> int:
@@ -120,6 +128,7 @@ class GraphRunner(Runner):
         self._list_age = 0  # steps since the work lists were made
         self._list_steps = LIST_STEPS  # after which they are made again
         self._listed = False  # whether they are those of the step before
+        self._chose: Counter[tuple[int, int]] = Counter()  # steps, by rows and queries
         self._inputs = torch.zeros(words, dtype=torch.int64, device=decoder.device)
         # As of `StateRows.table`, where layers keep states; all padding yet.
         shape = BATCH_SIZES[-1] if self.states else 0, 5
@@ -195,7 +204,7 @@ class GraphRunner(Runner):
         self._list_age += 1
         if new_pages is None or self._list_age >= self._list_steps or not self._listed:
             fits = rows <= BATCH_SIZES[-1] and self._write_parts(inputs.states)
-            fits = fits and not inputs.choices and self._has_room(inputs)
+            fits = fits and self._has_room(inputs)
             self._listed = fits and self.write_lists(inputs)
             return self._shape(inputs) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
@@ -212,15 +221,21 @@ class GraphRunner(Runner):
         wide = any(work is not None and work.num_wide for work in works)
         size, plan = self._size(len(inputs.positions)), next(iter(inputs.plans.values()))
         times = -(-plan.num_queries // size) if len(plan.moved) else 0
-        return GraphShape(size, wide, size << (times - 1).bit_length() if times else 0)
+        queries = size << (times - 1).bit_length() if times else 0
+        return GraphShape(size, wide, queries, bool(inputs.choices))
 
     def _has_room(self, inputs: StepInputs) -> bool:
         """Whether a graph may have room for a step's queries. To make one takes as long as some
-        steps, so moved rows have one where all rows decode, and not for each mixture."""
+        steps, so moved rows have one where all rows decode, and where few choose as often before,
+        and not for each mixture."""
         plan = next(iter(inputs.plans.values()))
         if any(one.kernels.page_size != plan.page_size for one in self.workspaces.values()):
             return False
-        queries = self._shape(inputs).queries
+        rows, _, queries, chooses = self._shape(inputs)
+        if chooses:
+            self._chose[rows, queries] += 1
+            often = self._chose[rows, queries] > OFTEN and self.share != "no-attention"
+            return often and max(rows, queries) <= MOST_CHOOSING
         decodes = len(inputs.logit_rows) == len(inputs.positions)
         return queries == 0 or (decodes and queries <= MOST_QUERIES)
 
@@ -270,7 +285,35 @@ class GraphRunner(Runner):
         graph.graph.replay()
         if inputs.copies:
             self._copy_states(inputs.copies)
-        return self._logits(inputs, graph.hidden[:rows])
+        logits = self._logits(inputs, graph.hidden[:rows])
+        return replace(logits, attended=self.attended(inputs)) if inputs.choices else logits
+
+    def attended(self, inputs: StepInputs) -> Tensor:
+        """What the rows of the replayed step that choose attend to (`Watched.total`)."""
+        plan = next(iter(inputs.plans.values()))
+        watched = Watched(inputs.choices, plan, self.decoder.device)
+        for layer, (q, lse) in self._kept.items():
+            watched.add(q, self.pages[layer][0], lse, self.decoder.scores)
+        return watched.total
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of each layer that chooses: queries of a graph `[MOST_CHOOSING, num_q_heads, head_dim]`,
+        and float32 `[MOST_CHOOSING, num_q_heads]`, log-sum-exps."""
+        config, heads = self.decoder.part, self.decoder.part.heads
+        make = self._inputs.new_empty
+        return {
+            layer: (
+                make(
+                    MOST_CHOOSING,
+                    config.num_q_heads,
+                    heads[layer].head_dim,
+                    dtype=self.decoder.dtype,
+                ),
+                make(MOST_CHOOSING, config.num_q_heads, dtype=torch.float32),
+            )
+            for layer in self.choosing_layers
+        }
 
     def _stage(self, inputs: StepInputs, rows: int, shape: GraphShape) -> None:
         self._turn = 1 - self._turn
@@ -313,10 +356,12 @@ class GraphRunner(Runner):
         self.decoder.ranks.take_first(ids)
         states = self._states_of(PartRows.decodes(self._parts[: shape.rows]))
         queries = (sources, self.decoder.rope.angles(places)) if shape.queries else None
-        attend = self._fixed_attend(slots, shape.wide, queries)
+        attend = self._fixed_attend(slots, shape, queries)
         return self.decoder.forward(ids, positions, attend, states=states)
 
-    def _fixed_attend(self, slots: Tensor, wide: bool, queries: LayerQueries | None) -> Attend:
+    def _fixed_attend(
+        self, slots: Tensor, shape: GraphShape, queries: LayerQueries | None
+    ) -> Attend:
         ops, scores = self.decoder.ops, self.decoder.scores
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
@@ -325,9 +370,13 @@ class GraphRunner(Runner):
                 return q[: len(qkv)]
             out = q.new_empty(len(qkv), *q.shape[1:])
             workspace = self.workspaces[self._kinds[layer]]
-            workspace.launch(q, *self.pages[layer], out, scores=scores, wide=wide)
+            lse = workspace.lse
+            if shape.chooses and layer in self.choosing_layers:
+                kept, lse = self._kept[layer]
+                kept[: len(q)].copy_(q)
+            workspace.launch(q, *self.pages[layer], out, lse=lse, scores=scores, wide=shape.wide)
             if heads.sinks is not None:
-                ops.share_sinks(out, workspace.lse, heads.sinks)
+                ops.share_sinks(out, lse, heads.sinks)
             return out
 
         return attend
