@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     out = options.out or RESULTS / f"deterministic-{'cpu' if on_cpu else 'gpu'}.json"
     device = processor(options.threads or 0) if on_cpu else {"gpu": torch.cuda.get_device_name()}
-    about = {**machine(), **device}
+    command = " ".join(["python -m onestem_lab.deterministic", *sys.argv[1:]])
+    about = {"command": command, **machine(), **device}
     rows = []
     for model in options.models.split(","):
         engines = {

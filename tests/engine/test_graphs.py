@@ -198,11 +198,11 @@ def test_moved_rows_are_in_the_fixed_buffers(
     outputs = []
     for engine in (want, found):
         alone = answer(engine, requests[:1]) | answer(engine, requests[1:2])
-        outputs.append(alone | answer(engine, requests[2:]))
+        outputs.append(alone | answer(engine, requests[1:]))
     for name, output in outputs[0].items():
         assert outputs[1][name].outputs[0].token_ids == output.outputs[0].token_ids
     shapes = set(found.launcher.runner.replays)
-    assert any(shape.queries and not shape.chooses for shape in shapes)
+    assert any(shape.queries and shape.rows == 4 and not shape.chooses for shape in shapes)
     assert any(shape.queries and shape.chooses for shape in shapes) == (repair > 0)
 
 
