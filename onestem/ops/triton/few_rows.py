@@ -94,6 +94,8 @@ def rows_product(
     dtype: `[n, num_out]` in a dtype, rounded once."""
     (rows, size), num_out = x.shape, len(weight)
     out = torch.empty(rows, num_out, dtype=dtype, device=x.device)
+    if not rows:
+        return out
     if isinstance(tiles, Streamed):
         from onestem.ops.triton.streamed import streamed_product
 
@@ -101,19 +103,18 @@ def rows_product(
         return out
     stage = (tiles.out + tiles.rows) * tiles.columns * x.itemsize
     tiles = fitting(tiles, stage, x.device)
-    if rows:
-        _rows_product[(cdiv(rows, tiles.rows) * cdiv(num_out, tiles.out),)](
-            x,
-            weight,
-            out if bias is None else bias,
-            out,
-            rows,
-            num_out,
-            size,
-            EVEN=size % tiles.columns == 0,
-            HAS_BIAS=bias is not None,
-            TILES=tiles,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+    _rows_product[(cdiv(rows, tiles.rows) * cdiv(num_out, tiles.out),)](
+        x,
+        weight,
+        out if bias is None else bias,
+        out,
+        rows,
+        num_out,
+        size,
+        EVEN=size % tiles.columns == 0,
+        HAS_BIAS=bias is not None,
+        TILES=tiles,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
     return out
