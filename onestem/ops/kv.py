@@ -49,6 +49,14 @@ def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
     raise ConfigError("KV pages are not contiguous")
 
 
+def in_parts(k_pages: Tensor, v_pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """K and V pages with parts of `size` slots as pages."""
+    if k_pages.shape[1] == size:
+        return k_pages, v_pages
+    shape = -1, size, *k_pages.shape[2:]
+    return k_pages.view(shape), v_pages.view(shape)
+
+
 def write_kv(pages: Tensor, slots: Tensor | slice, values: Tensor) -> None:
     """Put `values` `[n, num_kv_heads, head_dim]` at `slots` (int64 `[n]`, page * size + slot; or a
     slice of consecutive ones: a plain copy)."""

@@ -16,7 +16,7 @@ from onestem.engine.step import graphs
 from onestem.engine.step.inputs import StepInputs
 from onestem.engine.step.runner import Runner
 from onestem.models.weights import load_decoder
-from onestem.ops.triton import Kernels, Workspace
+from onestem.ops.triton import Kernels, TritonAttention, Workspace
 from tests.engine.harness import (
     TOLERANCE,
     answer,
@@ -49,7 +49,8 @@ class Replayed(graphs.GraphRunner):
     def write_lists(self, inputs: StepInputs) -> bool:
         fits = super().write_lists(inputs)
         if fits:
-            lists = [space.work for space in self.workspaces.values()]
+            plan = next(iter(inputs.plans.values()))
+            lists = [space.work for space in self.workspaces[plan.page_size].values()]
             self.words.extend(work.num_words for work in lists)
             self.joined += sum(len(work.pages) > len(work.plan.run_pages) for work in lists)
         return fits
@@ -73,13 +74,15 @@ def with_graphs(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4))
     monkeypatch.setattr(engines, "make_runner", Replayed)
 
-    def make(max_words: int, family: str = "llama", num_pages: int = 64, **more: bool) -> Engine:
+    def make(
+        max_words: int, family: str = "llama", sizes: dict[str, int] = OPTIONS, **more: bool
+    ) -> Engine:
         def workspace(*made, **options) -> Workspace:
             return Workspace(*made, **{**options, "max_words": max_words})
 
         monkeypatch.setattr(graphs, "Workspace", workspace)
         decoder = load_decoder(tiny(family), dtype=torch.float32, device="cpu", **more)
-        return engine_with(decoder, impl="triton", **{**OPTIONS, "num_pages": num_pages}, **more)
+        return engine_with(decoder, impl="triton", **sizes, **more)
 
     return make
 
@@ -140,21 +143,21 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     engine = with_graphs(1 << 16)
     assert tokens(engine, LONG) == want
     runner = engine.launcher.runner
-    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0, False)}
+    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0, False, 4)}
     assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
     # A kernel without the widest tiles, and one with them where a graph is for both.
     assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
     launches.clear()
-    runner.fixed_forward(graphs.GraphShape(64, False))
+    runner.fixed_forward(graphs.GraphShape(64, False, page_size=4))
     assert set(launches) == {(64, False)}
     replays = len(runner.replays)
     runner.release_pages()
     runner.restore_pages()
     runner.warm_up()
-    sizes = {(size, False, 0, False) for size in (1, 2, 4, 64)}
-    assert set(runner.graphs) == sizes | {(64, True, 0, False)}
+    sizes = {(size, False, 0, False, 4) for size in (1, 2, 4, 64)}
+    assert set(runner.graphs) == sizes | {(64, True, 0, False, 4)}
     assert len(runner.replays) == replays
-    for space in runner.workspaces.values():
+    for space in runner.workspaces[OPTIONS["page_size"]].values():
         assert torch.count_nonzero(space.control) == 1  # the place of the records
 
 
@@ -170,15 +173,17 @@ def test_a_tree_of_short_runs(with_graphs, tiny, lengths) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "repair"), [("llama", 0.5), soaked("gemma3", 0.0), soaked("llama", 0.0)]
+    ("family", "repair", "page_size"),
+    [("llama", 0.5, 16), soaked("gemma3", 0.0, 4), soaked("llama", 0.0, 4)],
 )
 def test_moved_rows_are_in_the_fixed_buffers(
-    with_graphs, tiny, monkeypatch, family, repair
+    with_graphs, tiny, monkeypatch, family, repair, page_size
 ) -> None:
-    """Each distance at which a row sees modules is one more query. Few rows that choose have a
-    graph, and choose the same."""
-    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 16))
+    """Each distance at which a row sees modules is one more query. Prompts have graphs, also over
+    parts of pages, and few rows that choose, which choose the same."""
+    monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 16, 80))
     monkeypatch.setattr(graphs, "OFTEN", 0)
+    monkeypatch.setattr(TritonAttention, "head_major", lambda *_: False)  # its pages have no parts
     attended = graphs.GraphRunner.attended
 
     def compared(self, inputs) -> torch.Tensor:
@@ -193,8 +198,9 @@ def test_moved_rows_are_in_the_fixed_buffers(
         request_of(str(i), prompt_of(order, repair), max_tokens=3 + i)
         for i, order in enumerate(orders)
     ]
-    want = make_engine(tiny(family), impl="torch", num_pages=256, page_size=4)
-    found = with_graphs(1 << 16, family, num_pages=256)
+    sizes = {"num_pages": 1024 // page_size, "page_size": page_size}
+    want = make_engine(tiny(family), impl="torch", **sizes)
+    found = with_graphs(1 << 16, family, sizes)
     outputs = []
     for engine in (want, found):
         alone = answer(engine, requests[:1]) | answer(engine, requests[1:2])
@@ -203,6 +209,8 @@ def test_moved_rows_are_in_the_fixed_buffers(
         assert outputs[1][name].outputs[0].token_ids == output.outputs[0].token_ids
     shapes = set(found.launcher.runner.replays)
     assert any(shape.queries and shape.rows == 4 and not shape.chooses for shape in shapes)
+    prompts = {one.page_size for one in shapes if one.queries and one.rows > 4 and not one.chooses}
+    assert min(prompts) == min(page_size, 8)
     assert any(shape.queries and shape.chooses for shape in shapes) == (repair > 0)
 
 

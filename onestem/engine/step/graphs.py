@@ -4,8 +4,9 @@ A graph is made for each of a few batch sizes, and a step takes the next larger 
 see nothing and write to a page that is never read. What a step attends to is in the plan's work
 list, which is data (`ops.triton.Workspace`): a graph serves prefixes of any number and length. But
 lists without items of the widest tiles have graphs of their own, with a smaller attention kernel;
-and so have decodes with moved rows, by their number of queries, made when the first one comes. Few
-rows that choose what is repaired have graphs that are made when such steps have come before.
+and so have decodes with moved rows, by their number of queries, made when the first one comes.
+Prompts with moved rows, and few rows that choose what is repaired, have graphs that are made when
+such steps have come before.
 
 A graph ends with the hidden states. Logits are made after it, only of rows that want them: rows of
 prompts and spare rows want none, and the graphs hold no logits of their own.
@@ -32,6 +33,7 @@ from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
 from onestem.ops.copies import HostWords
+from onestem.ops.kv import in_parts
 from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
@@ -43,9 +45,11 @@ BATCH_SIZES = GRAPH_ROWS
 WORDS_PER_ROW = 256  # of a work list
 STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less is shared
 MOST_QUERIES = STATES_PER_ROW * BATCH_SIZES[-1]  # a moved row is one state at least
-# Queries of a step that chooses, which are kept of each layer that says what they attend to; and
-# how often its like comes before it has a graph, which takes as long as some steps.
-MOST_CHOOSING, OFTEN = 512, 3
+# Queries of a step that chooses, which are kept of each layer that says what they attend to.
+MOST_CHOOSING = 512
+# How often the like of a prompt with moved rows comes before it has a graph. To make one takes what
+# about ten of them gain.
+OFTEN = 8
 
 # Steps of decodes after which their work list is made again: it was balanced for the lengths of its
 # time, and own runs grow.
@@ -57,12 +61,14 @@ _Kind = tuple[int | None, int, int]
 
 class GraphShape(NamedTuple):
     """What a graph is made for: rows, whether work lists may have items of the widest tiles, how
-    many queries there may be (0: only those of the rows), and whether they choose."""
+    many queries there may be (0: only those of the rows), and whether they choose. Page size is
+    that of the lists."""
 
     rows: int
     wide: bool
     queries: int = 0
     chooses: bool = False
+    page_size: int = 0
 
     @property
     def words(self) -> int:
@@ -98,7 +104,8 @@ class GraphRunner(Runner):
     """`Runner` whose decode steps are CUDA graphs.
 
     Attributes:
-        workspaces: work lists, and what kernels need beside them, by the layers that they serve.
+        workspaces: work lists, and what kernels need beside them, by the size of what plans have as
+            pages and by the layers that they serve.
         graphs: those that are made.
     """
 
@@ -128,7 +135,7 @@ class GraphRunner(Runner):
         self._list_age = 0  # steps since the work lists were made
         self._list_steps = LIST_STEPS  # after which they are made again
         self._listed = False  # whether they are those of the step before
-        self._chose: Counter[tuple[int, int]] = Counter()  # steps, by rows and queries
+        self._came: Counter[GraphShape] = Counter()  # prompts with moved rows
         self._inputs = torch.zeros(words, dtype=torch.int64, device=decoder.device)
         # As of `StateRows.table`, where layers keep states; all padding yet.
         shape = BATCH_SIZES[-1] if self.states else 0, 5
@@ -137,17 +144,27 @@ class GraphRunner(Runner):
             (window, heads.num_kv_heads, heads.head_dim)
             for window, heads in zip(self.windows, decoder.part.heads, strict=True)
         ]
-        self.workspaces = self._make_workspaces(impl, num_pages, page_size)
+        self._page_size, self._num_pages = page_size, num_pages
+        self.workspaces = {page_size: self._make_workspaces(page_size)}
         self._pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[GraphShape, Graph] = {}
 
-    def _make_workspaces(
-        self, impl: AttentionImpl, num_pages: int, page_size: int
-    ) -> dict[_Kind, Workspace]:
+    @cached_property
+    def _partial(self) -> States:
+        """Of all workspaces, which run in turn."""
+        heads = self.decoder.part.heads
+        most, widest = STATES_PER_ROW * BATCH_SIZES[-1], max(one.head_dim for one in heads)
+        return States.empty(most, self.decoder.part.num_q_heads, widest, self.decoder.device)
+
+    def _spaces(self, page_size: int) -> dict[_Kind, Workspace]:
+        """Workspaces of plans with pages, or parts of pages, of a size."""
+        if page_size not in self.workspaces:
+            self.workspaces[page_size] = self._make_workspaces(page_size)
+        return self.workspaces[page_size]
+
+    def _make_workspaces(self, page_size: int) -> dict[_Kind, Workspace]:
         config, device = self.decoder.part, self.decoder.device
-        max_states = STATES_PER_ROW * BATCH_SIZES[-1]
-        widest = max(heads.head_dim for heads in config.heads)
-        states = States.empty(max_states, config.num_q_heads, widest, device)
+        num_pages = self._num_pages * self._page_size // page_size
         return {
             (window, num_kv_heads, head_dim): Workspace(
                 Kernels.make(
@@ -158,9 +175,9 @@ class GraphRunner(Runner):
                     dtype=self.decoder.dtype,
                     device=device,
                     windowed=window is not None,
-                    deterministic=impl.deterministic,
+                    deterministic=self.impl.deterministic,
                 ),
-                states.of_size(head_dim),
+                self._partial.of_size(head_dim),
                 max_rows=BATCH_SIZES[-1],
                 # Each page stands in the plan twice at most (a step's prompts list what they share
                 # with its decodes again), and each row's items, spans and slack beside: about
@@ -174,20 +191,21 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Make the graphs of all batch sizes, largest first: the others fit in its memory."""
-        spaces = self.workspaces.values()
-        for space in spaces:
-            # Kernels run before they are captured. A list from before a sleep may have items of the
-            # widest tiles, which the smaller kernel does not know.
-            space.clear()
+        for spaces in self.workspaces.values():
+            for space in spaces.values():
+                # Kernels run before they are captured. A list from before a sleep may have items of
+                # the widest tiles, which the smaller kernel does not know.
+                space.clear()
+        kernels = [space.kernels for space in self._spaces(self._page_size).values()]
         attends = self.share != "no-attention"
         for size in reversed(BATCH_SIZES):
-            narrow = GraphShape(size, wide=False)
+            narrow = GraphShape(size, wide=False, page_size=self._page_size)
             (*others, slots), _ = narrow.divide(self._inputs)
             for zeros in others:
                 zeros.zero_()
             slots.fill_(self.scratch_slot)
-            if attends and any(space.kernels.may_be_wide(size) for space in spaces):
-                self._graph(GraphShape(size, wide=True))
+            if attends and any(one.may_be_wide(size) for one in kernels):
+                self._graph(narrow._replace(wide=True))
             self.decoder.logits(self._graph(narrow).hidden)  # a product of its own
 
     def release_pages(self) -> None:
@@ -208,7 +226,7 @@ class GraphRunner(Runner):
             self._listed = fits and self.write_lists(inputs)
             return self._shape(inputs) if self._listed else super().prepare(inputs, new_pages)
         if self.share != "no-attention":
-            for workspace in self.workspaces.values():
+            for workspace in self._spaces(self._page_size).values():
                 assert workspace.work is not None
                 words = workspace.work.page_word(new_pages.runs, new_pages.page_index)
                 # Run and span i are row i's own, and each row is sampled from.
@@ -217,27 +235,25 @@ class GraphRunner(Runner):
 
     def _shape(self, inputs: StepInputs) -> GraphShape:
         """The graph of a step whose work lists are written."""
-        works = (workspace.work for workspace in self.workspaces.values())
-        wide = any(work is not None and work.num_wide for work in works)
         size, plan = self._size(len(inputs.positions)), next(iter(inputs.plans.values()))
+        works = (workspace.work for workspace in self._spaces(plan.page_size).values())
+        wide = any(work is not None and work.num_wide for work in works)
         times = -(-plan.num_queries // size) if len(plan.moved) else 0
         queries = size << (times - 1).bit_length() if times else 0
-        return GraphShape(size, wide, queries, bool(inputs.choices))
+        return GraphShape(size, wide, queries, bool(inputs.choices), plan.page_size)
 
     def _has_room(self, inputs: StepInputs) -> bool:
-        """Whether a graph may have room for a step's queries. To make one takes as long as some
-        steps, so moved rows have one where all rows decode, and where few choose as often before,
-        and not for each mixture."""
-        plan = next(iter(inputs.plans.values()))
-        if any(one.kernels.page_size != plan.page_size for one in self.workspaces.values()):
+        """Whether a graph may have room for a step's queries, and pays: where rows are moved, for
+        decodes at once, for prompts when their like has come often."""
+        rows, _, queries, chooses, _ = shape = self._shape(inputs)
+        if chooses and (self.share == "no-attention" or max(rows, queries) > MOST_CHOOSING):
             return False
-        rows, _, queries, chooses = self._shape(inputs)
-        if chooses:
-            self._chose[rows, queries] += 1
-            often = self._chose[rows, queries] > OFTEN and self.share != "no-attention"
-            return often and max(rows, queries) <= MOST_CHOOSING
         decodes = len(inputs.logit_rows) == len(inputs.positions)
-        return queries == 0 or (decodes and queries <= MOST_QUERIES)
+        if not chooses and (decodes or not queries):
+            return queries <= MOST_QUERIES
+        like = shape._replace(wide=False)
+        self._came[like] += 1
+        return queries <= MOST_QUERIES and self._came[like] > OFTEN
 
     def _size(self, rows: int) -> int:
         """Rows of the graph that a step of `rows` takes."""
@@ -248,12 +264,13 @@ class GraphRunner(Runner):
         self._list_age, size = 0, self._size(len(inputs.positions))
         if self.share == "no-attention":
             return True
+        spaces = self._spaces(next(iter(inputs.plans.values())).page_size)
         try:
-            for (window, *_), workspace in self.workspaces.items():
+            for (window, *_), workspace in spaces.items():
                 workspace.write(inputs.plans[window], num_rows=size)
         except ListTooLong:
             return False
-        rooms = [space.work.room for space in self.workspaces.values() if space.work is not None]
+        rooms = [space.work.room for space in spaces.values() if space.work is not None]
         self._list_steps = min(LIST_STEPS, *(room + 1 for room in rooms if room is not None), 2**31)
         return True
 
@@ -279,7 +296,7 @@ class GraphRunner(Runner):
         if ids is not None:
             self._inputs[: len(ids)].copy_(ids)
         if self.share != "no-attention":
-            for workspace in self.workspaces.values():
+            for workspace in self._spaces(prepared.page_size).values():
                 workspace.upload()
         graph = self._graph(prepared)
         graph.graph.replay()
@@ -363,18 +380,19 @@ class GraphRunner(Runner):
         self, slots: Tensor, shape: GraphShape, queries: LayerQueries | None
     ) -> Attend:
         ops, scores = self.decoder.ops, self.decoder.scores
+        spaces = self._spaces(shape.page_size)
 
         def attend(layer: int, qkv: Tensor, heads: Heads, angles: Angles) -> Tensor:
             q = self.asked(layer, qkv, heads, angles, slots, queries)
             if self.share == "no-attention":
                 return q[: len(qkv)]
             out = q.new_empty(len(qkv), *q.shape[1:])
-            workspace = self.workspaces[self._kinds[layer]]
-            lse = workspace.lse
+            workspace = spaces[self._kinds[layer]]
+            lse, pages = workspace.lse, in_parts(*self.pages[layer], shape.page_size)
             if shape.chooses and layer in self.choosing_layers:
                 kept, lse = self._kept[layer]
                 kept[: len(q)].copy_(q)
-            workspace.launch(q, *self.pages[layer], out, lse=lse, scores=scores, wide=shape.wide)
+            workspace.launch(q, *pages, out, lse=lse, scores=scores, wide=shape.wide)
             if heads.sinks is not None:
                 ops.share_sinks(out, lse, heads.sinks)
             return out
