@@ -8,6 +8,8 @@ import torch
 from onestem.cache.host import HostStore
 from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
+from onestem.engine.step import graphs
+from onestem.ops.triton import TritonAttention
 from tests.engine.harness import answer, engine_on
 from tests.engine.pml_harness import compiled_prompts, pml_request
 from tests.engine.test_repair import prompt_of, request_of
@@ -32,8 +34,11 @@ def test_tokens_are_those_of_the_cpu(tiny, family, isolation, share):
 
 @pytest.mark.parametrize("repair", [0.0, 0.5])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
-def test_documents_at_other_places(tiny, family, repair):
-    """The second time from the same copies; steps of moved rows have graphs."""
+def test_documents_at_other_places(tiny, family, repair, monkeypatch):
+    """The second time from the same copies; steps of moved rows have graphs, over parts of pages
+    where blocks are hidden."""
+    monkeypatch.setattr(graphs, "OFTEN", 0)
+    monkeypatch.setattr(TritonAttention, "head_major", lambda *_: False)  # its pages have no parts
     orders = ((0, 1, 2, 3), (0, 3, 1, 2), (2, 1, 0), (4, 0, 2, 3, 1))
     requests = [
         request_of(str(i), prompt_of(order, repair), max_tokens=24, n=1 + i % 2)
@@ -46,7 +51,8 @@ def test_documents_at_other_places(tiny, family, repair):
         for name, output in want.items():
             tokens = [one.token_ids for one in found[name].outputs]
             assert tokens == [one.token_ids for one in output.outputs]
-    assert any(shape.queries for shape in engine.launcher.runner.graphs)
+    sizes = {shape.page_size for shape in engine.launcher.runner.graphs if shape.queries}
+    assert sizes == ({16, 8} if repair else {16})
 
 
 @pytest.mark.parametrize("page_size", [1, 16])  # scattered slots, and stretches of them
