@@ -80,18 +80,19 @@ def build_engine(options: EngineOptions, path: Path | None = None) -> Engine:
         )
         num_pages, num_states = _kv_sizes(options, config, decoder, device, team)
         kv_bytes = num_pages * options.page_size * decoder.kv_bytes_per_token
+        settled = options.replace(
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            kv_memory=kv_bytes + num_states * decoder.state_bytes,
+            order=options.order or default_order(options.levels),
+            random_weights=options.makes_weights_up,
+            threads=torch.get_num_threads(),
+        )
         engine = Engine(
             decoder,
             tokenizer,
             _defaults(options, path),
-            options.replace(
-                device=str(device),
-                dtype=str(dtype).removeprefix("torch."),
-                kv_memory=kv_bytes + num_states * decoder.state_bytes,
-                order=options.order or default_order(options.levels),
-                random_weights=options.makes_weights_up,
-                threads=torch.get_num_threads(),
-            ),
+            settled.replace(bits=bits_identity(settled) if options.deterministic else None),
             num_pages=num_pages,
             num_states=num_states,
             team=team,
@@ -183,20 +184,20 @@ def kv_identity(options: EngineOptions, path: Path) -> str:
     made_up = " random" if options.random_weights else ""
     rounded = f" {options.quantization}" if options.quantization else ""
     kind = f"{options.device.partition(':')[0]} {__version__}"
-    bits = f" {bits_identity(options)}" if options.deterministic else ""
+    bits = f" {options.bits}" if options.bits is not None else ""
     size = options.tensor_parallel_size
     ranks = f" on {size} ranks" if size > 1 else ""
     return f"{identity} {changed} {kind} {options.dtype}{made_up}{rounded}{bits}{ranks}"
 
 
 def bits_identity(options: EngineOptions) -> str:
-    """What bits depend on besides model, tokens and options, where an engine is `deterministic`."""
+    """What bits depend on besides model, tokens and other options, all settled, where an engine is
+    `deterministic`."""
     if options.device.startswith("cuda"):
         kind = torch.cuda.get_device_name(options.device)
         kind += f", Triton {importlib.metadata.version('triton')}"
     else:
-        threads = options.threads or torch.get_num_threads()
-        kind = f"{threads} threads, {chosen_isa()}"
+        kind = f"{options.threads} threads, {chosen_isa()}"
     return f"{kind}, torch {torch.__version__}"
 
 

@@ -254,6 +254,10 @@ class EngineOptions(Options):
     disk_kv_size: Memory = "16GiB"
     """Maximum that they take there, of all devices."""
 
+    bits: str | None = Field(default=None, json_schema_extra={"flag": ""})
+    """What bits depend on besides, as an engine that is `deterministic` has found it; what is given
+    is not read."""
+
     if not TYPE_CHECKING:  # type checkers take the fields for the arguments
 
         def __init__(self, /, *args: Any, **fields: Any) -> None:
@@ -288,8 +292,8 @@ class EngineOptions(Options):
         identity = {"device": self.device.partition(":")[0]}
         identity |= {name: getattr(self, name) for name in sorted(marked)}
         template = self.template_text
-        defaults = {name: getattr(self, name) for name in ("default_temperature", "default_top_p")}
-        identity |= {name: value for name, value in defaults.items() if value is not None}
+        given = ("default_temperature", "default_top_p", "bits")
+        identity |= {name: value for name in given if (value := getattr(self, name)) is not None}
         if template is not None:
             identity["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
         # Seeds of a job's lines are derived from its identity.

@@ -85,7 +85,7 @@ def run_file(
         planner=planner if watch is None else watch.planner(planner),
         model_identity=model_identity(llm.path),
         model_name=llm.name,
-        options={**llm.options.job_identity(llm.asked), **_schema_options(llm), **_bits(llm)},
+        options={**llm.options.job_identity(llm.asked), **_schema_options(llm)},
         token_bytes=llm.tokenizer.token_bytes if llm.tokenizer is not None else None,
         force=force,
         keep_going=keep_going,
@@ -146,13 +146,6 @@ def _run(llm: LLM, requests: Iterable[Request]) -> Iterator[RequestOutput]:
     except BaseException as error:
         log.error("the engine died", exc_info=error)
         raise EngineDiedError(in_one_line(error), there) from error
-
-
-def _bits(llm: LLM | Replicas) -> dict[str, str]:
-    """What answers' bits also depend on, where they depend on nothing else."""
-    from onestem.build import bits_identity
-
-    return {"bits": bits_identity(llm.options)} if llm.options.deterministic else {}
 
 
 def _schema_options(llm: LLM | Replicas) -> dict[str, str]:

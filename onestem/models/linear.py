@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onestem.errors import UnsupportedError
+from onestem.errors import ConfigError, UnsupportedError
 from onestem.models import by_row
 from onestem.models.by_row import ALIGNED, in_parts, made_up, numbers_alike
 from onestem.ops.rounding import RoundedRows
@@ -103,7 +103,12 @@ def choose_layout(
     *,
     deterministic: bool = False,
 ) -> Layout:
-    """The layout for all weights of a model that takes `weight_bytes` in `dtype`."""
+    """The layout for all weights of a model that takes `weight_bytes` in `dtype`. With
+    `deterministic` it does not depend on the machine's memory.
+
+    Raises:
+        ConfigError: then there is no room for it.
+    """
     if device.type != "cpu" or not _can_pack(dtype):
         return Layout.PLAIN
     if dtype == torch.float32:
@@ -112,6 +117,12 @@ def choose_layout(
     if _has_native_products(dtype):
         return Layout.PACKED
     with_copies = weight_bytes + 4 * weight_bytes // dtype.itemsize
+    if deterministic and not has_room(with_copies):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"deterministic in {name} takes {with_copies} bytes on this CPU, whose products are of "
+            f"float32, and {COPY_MEMORY_SHARE} of its memory is less: use float32"
+        )
     return Layout.PACKED_FLOAT32 if has_room(with_copies) else Layout.PLAIN
 
 

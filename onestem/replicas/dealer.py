@@ -177,9 +177,10 @@ class Dealer:
     def _came(self, replica: int, facts: Facts) -> None:
         mine = facts.options.identity()
         self._identity = theirs = self._identity or mine
-        for name in (name for name in mine if mine[name] != theirs[name]):
-            reason = f"its {name} is {mine[name]}, that of others is {theirs[name]}"
-            self._failed(replica, Failure(f"{reason}: give it to all", is_final=True))
+        for name in (name for name in mine if mine[name] != theirs.get(name)):
+            reason = f"its {name} is {mine[name]}, that of others is {theirs.get(name)}"
+            reason += "" if name == "bits" else ": give it to all"  # that is what its node is
+            self._failed(replica, Failure(reason, is_final=True))
             return
         self._replicas[replica].facts = facts
         if self._job is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onestem.errors import ConfigError
 from onestem.models import linear
 from onestem.models.linear import Head, Layout, Linear, choose_layout
 
@@ -177,6 +178,12 @@ def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     # 201 + 402 bytes are more than 0.6 of 1000.
     assert choose_layout(torch.bfloat16, CPU, 201) is Layout.PLAIN
     assert choose_layout(torch.bfloat16, torch.device("cuda")) is Layout.PLAIN
+    # With equal bits memory may refuse a layout, and not choose one.
+    packed = choose_layout(torch.bfloat16, CPU, 200, deterministic=True)
+    assert packed is Layout.PACKED_FLOAT32
+    with pytest.raises(ConfigError, match=r"takes 603 bytes .* use float32$"):
+        choose_layout(torch.bfloat16, CPU, 201, deterministic=True)
+    assert choose_layout(torch.float32, CPU, 300, deterministic=True) is Layout.PACKED
 
 
 def test_without_onednn_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,20 +154,23 @@ def test_nobody_can_start():
     assert told == ["replica 0 cannot start: no such model: it is not started again"]
 
 
-def test_a_replica_of_other_options_is_left_out(job, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "other", "told_of_it"),
+    [
+        ({}, {"max_model_len": 100}, "max_model_len is 100, that of others is 400: give it to all"),
+        ({"bits": "avx2"}, {"bits": "avx512"}, "bits is avx512, that of others is avx2"),
+    ],
+)
+def test_a_replica_of_other_options_is_left_out(job, tmp_path, first, other, told_of_it):
     """Its answers would not be those of the others."""
     source, whole = job
 
     def starts(replica):
-        other = OPTIONS.replace(max_model_len=100) if replica else OPTIONS
-        return Facts("a", replica, other, TARGET)
+        return Facts("a", replica, OPTIONS.replace(**(other if replica else first)), TARGET)
 
     crew = FakeCrew([1, 1], starts=starts)
     _, told = deal(source, tmp_path / "out.jsonl", crew)
-    assert told == [
-        "replica 1 cannot start: its max_model_len is 100, that of others is 400: give it to all: "
-        "it is not started again"
-    ]
+    assert told == [f"replica 1 cannot start: its {told_of_it}: it is not started again"]
     assert {replica for those in crew.handed.values() for replica in those} == {0}
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 

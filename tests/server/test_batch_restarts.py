@@ -62,6 +62,20 @@ def engine_pid(http: httpx.Client) -> int:
     return http.get("/internal/state").json()["engine"]["pid"]
 
 
+def test_a_batch_goes_on_with_its_own_bits_alone(tmp_path):
+    """A server with other threads than those that a deterministic batch began with."""
+    state, options = tmp_path / "state", ("--deterministic", "--kv-memory", "64MiB")
+    with closing(
+        Server(state, *options, "--threads", 1, signal_after=(LINES // 2, signal.SIGKILL))
+    ) as server:
+        batch_id = create(server.http, lines(0))["id"]
+        server.command.until(lambda: False, WAIT)
+    with closing(Server(state, *options, "--threads", 2)) as server:
+        batch = ended(server.http, batch_id)
+    assert batch["status"] == "failed"
+    assert "bits was 1 threads" in batch["errors"]["data"][0]["message"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("ways", [(signal.SIGTERM, signal.SIGKILL, signal.SIGINT)])
 def test_batches_over_restarts_of_every_kind(tmp_path, ways):
