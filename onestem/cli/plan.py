@@ -149,10 +149,11 @@ def _show(report: dict[str, Any], levels: str, price: Price | None, *, has_templ
     if report["open_ended"]["requests"]:
         typer.echo(OpenEnded(**report["open_ended"]).line(has_template=has_template))
     typer.echo(f"{report['logical_prompt_tokens']} prompt tokens")
-    for name, level in (("one", "one level"), ("all", f"{report['levels']} levels")):
-        computed = report[f"processed_tokens_{'one_level' if name == 'one' else 'all_levels'}"]
-        saving = report["saving_one_level" if name == "one" else "saving_all_levels"]
-        typer.echo(f"  sharing {level:9} computes {computed} of them, saves {100 * saving:.1f}%")
+    shown = {"one_level": "one level", "all_levels": f"{report['levels']} levels"}
+    for name in list(shown)[: report["levels"]]:  # of one level both are the same
+        computed, saving = report[f"processed_tokens_{name}"], report[f"saving_{name}"]
+        told = f"computes {computed} of them, saves {100 * saving:.1f}%"
+        typer.echo(f"  sharing {shown[name]:9} {told}")
     typer.echo(
         f"  this plan ({levels}) computes {report['processed_tokens']} of them, "
         f"saves {100 * report['saving']:.1f}%"

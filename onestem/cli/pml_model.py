@@ -31,8 +31,10 @@ def find_config(model: str) -> dict[str, Any]:
         ConfigError: there is none, or it holds no object.
     """
     path = Path(model)
+    if not path.is_file():
+        path = find_model(model)
     if is_gguf(path):
         return dict(config_fields(path).values)
-    found = read_json(path if path.is_file() else find_model(model) / "config.json")
+    found = read_json(path if path.is_file() else path / "config.json")
     text = found.get("text_config")
     return text if isinstance(text, dict) else found

@@ -24,6 +24,7 @@ from tests.batch.fakes import (
     run_fake,
     write_lines,
 )
+from tests.soak import seeds
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def nothing_left(output: Path) -> bool:
     return beside == [output.name]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_killed_at_any_moment(tmp_path, source, expected, seed):
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
     draw = random.Random(seed)

@@ -26,6 +26,7 @@ from tests.engine.test_tiers import (
     long_prompts,
     run,
 )
+from tests.soak import seeds
 
 __all__ = ["few_tokens"]
 
@@ -253,7 +254,7 @@ def make_with_tiers(folder, path, **options):
     return engine
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_traffic(tiny, tmp_path, seed, monkeypatch):
     """With n, scores, jobs, branches, aborts and preemptions, over tiers that forget."""
     monkeypatch.setattr("onestem.engine.schedule.states.FAR_TOKENS", 24)

@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 
 from onestem.cli.app import app
 from onestem.errors import ConfigError
+from onestem.models import find
 from onestem.models.memory import token_memory
+from tests.models.as_gguf import write_gguf
+from tests.models.tiny import make_tiny
 
 
 def falcon(layers: int, hidden: int, heads: int, **more) -> dict:
@@ -85,6 +88,17 @@ def test_other_spellings():
     assert token_memory(wide).kv_heads == 2 * 2 * 28 * 8 * 128 / 2**20
     with pytest.raises(ConfigError, match=r"none of num_hidden_layers, n_layer, n_layers"):
         token_memory({"hidden_size": 8})
+
+
+def test_the_short_name_of_a_gguf_file(tmp_path, monkeypatch):
+    """As `onestem models` lists it."""
+    path = write_gguf(make_tiny("llama", tmp_path / "llama"), tmp_path / "small.gguf")
+    monkeypatch.setattr(find, "find_local", {"small": path}.get)
+    names = ["--model", "small", "--model", str(path)]
+    table = CliRunner().invoke(app, ["pml", "memory", *names])
+    assert table.exit_code == 0, table.output
+    rows = [line.split()[:2] for line in table.stdout.splitlines()[1:]]
+    assert rows[0] == rows[1]
 
 
 def test_command(tmp_path):
