@@ -152,8 +152,8 @@ def _show(report: dict[str, Any], levels: str, price: Price | None, *, has_templ
     shown = {"one_level": "one level", "all_levels": f"{report['levels']} levels"}
     for name in list(shown)[: report["levels"]]:  # of one level both are the same
         computed, saving = report[f"processed_tokens_{name}"], report[f"saving_{name}"]
-        told = f"computes {computed} of them, saves {100 * saving:.1f}%"
-        typer.echo(f"  sharing {shown[name]:9} {told}")
+        saved = f"computes {computed} of them, saves {100 * saving:.1f}%"
+        typer.echo(f"  sharing {shown[name]:9} {saved}")
     typer.echo(
         f"  this plan ({levels}) computes {report['processed_tokens']} of them, "
         f"saves {100 * report['saving']:.1f}%"
