@@ -226,6 +226,18 @@ _Document = Annotated[
 ]
 
 
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Variables of a template, whose keys are of one kind wherever they are."""
+    try:
+        json.dumps(given, sort_keys=True, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"chat_template_kwargs cannot be written as JSON: {error}") from None
+    return given
+
+
+_Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
+
+
 class Conversation(Object):
     """What a chat template is applied to, and how."""
 
@@ -252,7 +264,7 @@ class Conversation(Object):
     """A document like them after which `repair` stores all but the first. Where it is left out,
     prose that is built in. A `repair` of 1 stores none, and does not read it."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: _Variables | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -467,7 +479,7 @@ class Judged(Object):
     """What the model says of a document that is not relevant, and of one that is; `no` and `yes`
     where it is left out."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: _Variables | None = None
     """Further variables of the model's chat template."""
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onestem import LLM
-from onestem.build import kv_identity
+from onestem.build import bits_identity, kv_identity
 from onestem.cache.host import HostStore
 from onestem.cache.storage import DiskStore
 from onestem.engine.engine import Engine
@@ -57,7 +57,8 @@ def test_its_keys_values_and_jobs_are_kept_apart(tiny):
     path = tiny("llama")
     plain = EngineOptions(model=path, device="cpu", dtype="bfloat16")
     strict = plain.replace(deterministic=True)
-    one, two = (kv_identity(strict.replace(threads=threads), path) for threads in (1, 2))
+    settled = [strict.replace(threads=threads) for threads in (1, 2)]
+    one, two = (kv_identity(each.replace(bits=bits_identity(each)), path) for each in settled)
     assert one.startswith(f"{kv_identity(plain, path)} 1 threads, ")
     assert one != two
     assert strict.job_identity(strict) == {**plain.job_identity(plain), "deterministic": True}

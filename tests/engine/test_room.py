@@ -7,10 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from onestem.engine.schedule.chunks import PromptChunks
 from onestem.engine.schedule.queue import PlannedQueue
 from onestem.engine.schedule.reserved import ReservedPages
+from onestem.engine.schedule.room import Room
 from onestem.request import Request, SamplingParams
-from tests.engine.harness import assert_idle, make_engine
+from tests.engine.harness import answer, assert_idle, make_engine, requests_for
 from tests.engine.simulation import Simulation
 
 SHARED = list(range(500))
@@ -146,4 +148,29 @@ def test_a_refresh_is_a_count(tiny, known, monkeypatch):
         engine.step()
     assert len(compared) > 20
     assert all(compared)
+    assert_idle(engine)
+
+
+def test_who_gives_way_is_not_admitted_again_in_the_same_step(tiny, monkeypatch):
+    """Where nobody has rows beside others, each runs alone; or the newest would come and go for
+    ever."""
+    engine = make_engine(tiny("llama"), num_pages=60, page_size=4)
+    room, extend = engine.scheduler.room, PromptChunks.extend
+    progress = Room.make_progress
+    made = []
+
+    def only_alone(self, draft, sequence):
+        if sequence is room.alone:
+            extend(self, draft, sequence)
+
+    def counted(self, draft):
+        made.append(draft)
+        assert len(made) < 100
+        return progress(self, draft)
+
+    monkeypatch.setattr(PromptChunks, "extend", only_alone)
+    monkeypatch.setattr(Room, "make_progress", counted)
+    outputs = answer(engine, requests_for([[3, 4, 5], [6, 7, 8], [9, 10, 11]], max_tokens=3))
+    assert sorted(outputs) == ["0", "1", "2"]
+    assert room.num_preempted > 2
     assert_idle(engine)

@@ -533,6 +533,7 @@ def test_chat_holds_calls_and_gives_the_message(llm) -> None:
         (USER, {"tools": [WEATHER], "tool_choice": "any"}, "expected none, auto, required"),
         (USER, {"tools": "x"}, "tools is 'x', expected a list of objects"),
         (USER, {"chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\], expected an object"),
+        (USER, {"chat_template_kwargs": {"a": {1: 2, "b": 3}}}, "cannot be written as JSON: '<'"),
     ],
 )
 def test_chat_refuses_as_http_does(llm, messages, options, reason) -> None:

@@ -31,6 +31,7 @@ class StepDraft:
         changes: what differs from the step before.
         left: rows that prompts may still have.
         waits: it lacks memory that may be freed by what is in flight.
+        admits: new sequences may have rows, and not only those that run.
         opened: ids of the interactive requests that it has taken from the queue.
         handling: the sequence that is being scheduled, to which an error is attributed.
         num_forks: sequences that fork from running prompts; None: not counted.
@@ -42,6 +43,7 @@ class StepDraft:
     changes: StepChanges = field(default_factory=StepChanges)
     left: int = 0
     waits: bool = False
+    admits: bool = True
     opened: list[str] = field(default_factory=list)
     handling: Sequence | None = None
     num_forks: int | None = None

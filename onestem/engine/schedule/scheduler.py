@@ -137,8 +137,11 @@ class Scheduler:
         if not draft.waits:
             self._choose(draft, rows)
         while not draft.waits and not _has_rows(draft, rows):
-            if not (self.chunks.wait_for_copy() or self.room.make_progress(draft)):
-                break
+            if not self.chunks.wait_for_copy():
+                if not self.room.make_progress(draft):
+                    break
+                # Who gave way would be admitted again before the others have what they need.
+                draft.admits = not self.room.num_running
             self._fill(draft)
         draft.handling = None
         if draft.waits:
@@ -209,7 +212,7 @@ class Scheduler:
         """Admit new sequences of a lane and schedule their prompts, up to the first that has
         `shorter_than` tokens left or more."""
         waiting, reserved = self.waiting, self.room.reserved
-        if not draft.takes_rows:
+        if not (draft.takes_rows and draft.admits):
             return
         if not waiting and (draft.only is not None or waiting.peek() is None):
             return
