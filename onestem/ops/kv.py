@@ -49,7 +49,7 @@ def page_strides(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
     raise ConfigError("KV pages are not contiguous")
 
 
-def in_parts(k_pages: Tensor, v_pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def page_parts(k_pages: Tensor, v_pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """K and V pages with parts of `size` slots as pages."""
     if k_pages.shape[1] == size:
         return k_pages, v_pages

@@ -33,7 +33,7 @@ from onestem.models.by_row_gpu import GRAPH_ROWS
 from onestem.models.decoder import Attend, Decoder
 from onestem.ops import Angles, AttentionImpl, Heads, PartRows, StateRows
 from onestem.ops.copies import HostWords
-from onestem.ops.kv import in_parts
+from onestem.ops.kv import page_parts
 from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
@@ -47,8 +47,8 @@ STATES_PER_ROW = 4  # partial states of attention; where a plan wants more, less
 MOST_QUERIES = STATES_PER_ROW * BATCH_SIZES[-1]  # a moved row is one state at least
 # Queries of a step that chooses, which are kept of each layer that says what they attend to.
 MOST_CHOOSING = 512
-# How often the like of a prompt with moved rows comes before it has a graph. To make one takes what
-# about ten of them gain.
+# How often the like of a prompt with moved rows comes before it has a graph. To make the two of a
+# repaired prompt takes what some 25 such prompts gain (8B on an H200: 230 ms, 9 each).
 OFTEN = 8
 
 # Steps of decodes after which their work list is made again: it was balanced for the lengths of its
@@ -246,14 +246,15 @@ class GraphRunner(Runner):
         """Whether a graph may have room for a step's queries, and pays: where rows are moved, for
         decodes at once, for prompts when their like has come often."""
         rows, _, queries, chooses, _ = shape = self._shape(inputs)
-        if chooses and (self.share == "no-attention" or max(rows, queries) > MOST_CHOOSING):
+        most = MOST_CHOOSING if chooses else MOST_QUERIES
+        if queries > most or (chooses and (rows > most or self.share == "no-attention")):
             return False
         decodes = len(inputs.logit_rows) == len(inputs.positions)
         if not chooses and (decodes or not queries):
-            return queries <= MOST_QUERIES
+            return True
         like = shape._replace(wide=False)
         self._came[like] += 1
-        return queries <= MOST_QUERIES and self._came[like] > OFTEN
+        return self._came[like] > OFTEN
 
     def _size(self, rows: int) -> int:
         """Rows of the graph that a step of `rows` takes."""
@@ -388,7 +389,7 @@ class GraphRunner(Runner):
                 return q[: len(qkv)]
             out = q.new_empty(len(qkv), *q.shape[1:])
             workspace = spaces[self._kinds[layer]]
-            lse, pages = workspace.lse, in_parts(*self.pages[layer], shape.page_size)
+            lse, pages = workspace.lse, page_parts(*self.pages[layer], shape.page_size)
             if shape.chooses and layer in self.choosing_layers:
                 kept, lse = self._kept[layer]
                 kept[: len(q)].copy_(q)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onestem.ops.copies import on_device
-from onestem.ops.kv import in_parts, page_strides
+from onestem.ops.kv import page_parts, page_strides
 from onestem.ops.plan import AttentionPlan
 from onestem.ops.scores import PLAIN, Scores
 from onestem.ops.state import State
@@ -58,7 +58,7 @@ class PreparedTriton:
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scores: Scores = PLAIN) -> State:
         """See `PreparedAttention`."""
         page_strides(k_pages, v_pages)  # one of the two layouts
-        k_pages, v_pages = in_parts(k_pages, v_pages, self.plan.page_size)
+        k_pages, v_pages = page_parts(k_pages, v_pages, self.plan.page_size)
         scores.check(q)
         key = (q.device, q.dtype, q.shape[1:], k_pages.shape[2])
         if key not in self._ready:
