@@ -22,9 +22,9 @@ from tests.pairs.options import SAMPLING
 from tests.server.harness import Running, running
 
 SETTING = Setting(
-    pool=60,
+    pool=40,
     clients=6,
-    requests=60,
+    requests=40,
     max_model_len=384,
     kv_memory="24MiB",
     hang=30.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
 from onestem.engine.text.detokenize import IncrementalDetokenizer
-from onestem.engine.text.tokenizer import Tokenizer, Written
+from onestem.engine.text.tokenizer import Tokenizer, Written, read_hugging_face
 from onestem.errors import ConfigError, RequestError, UnsupportedError
+from onestem.models.families import FAMILIES
 from onestem.rawtext import RawText
 from onestem.request import SamplingParams
 from tests.engine.tiny_tokenizers import (
@@ -79,6 +82,25 @@ def word_tokenizer(**extra: Any) -> Tokenizer:
 
 
 # --- encoding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [None, "LlamaTokenizer", "GPT2TokenizerFast", "GemmaTokenizer", "Qwen2Tokenizer"]
+)
+def test_it_is_the_one_that_transformers_chooses(
+    directories: dict[str, Path], kind: str, tmp_path: Path, name: str | None
+) -> None:
+    """By the model's own configuration."""
+    path = tmp_path / "model"
+    shutil.copytree(directories[kind], path)
+    fields = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**fields, "tokenizer_class": name}))
+    for kind_of_model in (one for one, its in CAUSAL_LMS.items() if its in FAMILIES):
+        (path / "config.json").write_text(json.dumps({"model_type": kind_of_model}))
+        ours, its = read_hugging_face(path), AutoTokenizer.from_pretrained(path)
+        assert type(ours) is type(its)
+        assert ours.backend_tokenizer.to_str() == its.backend_tokenizer.to_str()
+        assert ours.special_tokens_map == its.special_tokens_map
 
 
 @settings(max_examples=150)

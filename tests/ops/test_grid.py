@@ -29,6 +29,7 @@ from tests.ops.cpu_isas import EVERY_ISA, Isa
 from tests.ops.in_order import add_in_order
 from tests.ops.test_attention import assert_matches
 from tests.ops.test_cpu_attention import COSTS, DTYPES, isas_with
+from tests.soak import soaked
 
 needs_extension = pytest.mark.skipif(not is_built(), reason="the C++ extension is not built")
 HAS_GPU = torch.cuda.is_available()
@@ -235,8 +236,9 @@ def threads() -> Iterator[None]:
     [(isa, dtype) for dtype in DTYPES for isa in isas_with(dtype)] if is_built() else [],
     ids=str,
 )
-def test_rows_have_the_same_bits_in_any_plan(isa: Isa, dtype: torch.dtype) -> None:
-    for seed in range(3 if isa.module else 12):
+@pytest.mark.parametrize("seeds", [range(2), soaked(range(2, 12))], ids=str)
+def test_rows_have_the_same_bits_in_any_plan(isa: Isa, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
         assert different_rows(np.random.default_rng(seed), isa, dtype) == 0, seed
 
 

@@ -62,6 +62,7 @@ def engine_pid(http: httpx.Client) -> int:
     return http.get("/internal/state").json()["engine"]["pid"]
 
 
+@pytest.mark.soak
 def test_a_batch_goes_on_with_its_own_bits_alone(tmp_path):
     """A server with other threads than those that a deterministic batch began with."""
     state, options = tmp_path / "state", ("--deterministic", "--kv-memory", "64MiB")
