@@ -464,9 +464,26 @@ def read_hugging_face(directory: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(
-        str(directory), local_files_only=True, trust_remote_code=False
+        str(directory),
+        config=_plain_config(directory),
+        local_files_only=True,
+        trust_remote_code=False,
     )
     of_processor = directory / "chat_template.json"  # where older processors have it alone
     if not loaded.chat_template and of_processor.is_file():
         loaded.chat_template = read_json(of_processor).get("chat_template")
     return loaded
+
+
+def _plain_config(directory: Path) -> Any | None:
+    """The model's configuration without the class that it has in `transformers`, whose import takes
+    a second and more; None where that class decides which tokenizer it is."""
+    of_model, of_tokenizer = directory / "config.json", directory / "tokenizer_config.json"
+    if not (of_model.is_file() and of_tokenizer.is_file()):
+        return None
+    named = read_json(of_tokenizer)
+    if not named.get("tokenizer_class") or "auto_map" in named:
+        return None
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig.from_dict(read_json(of_model), name_or_path=str(directory))
