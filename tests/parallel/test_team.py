@@ -60,7 +60,7 @@ def test_four(forked_teams, tiny, expected):
 @pytest.mark.parametrize("form", ["int8", soaked("fp8"), soaked("int4")])
 def test_rounded_weights(two, form):
     """Rounding is that of the whole model: no answer differs."""
-    prompts = [f"{first} {second}" for first in "abcd" for second in ("a", "dog", "1", "x y")]
+    prompts = [f"{first} {second}" for first in "ab" for second in ("a", "dog", "1", "x y")]
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with LLM(**OPTIONS, quantization=form) as llm:
         alone = told(llm.generate(prompts, greedy))

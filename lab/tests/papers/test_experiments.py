@@ -160,6 +160,7 @@ def test_no_rate_holds_below_an_impossible_limit(bench):
     assert cell["ran"]["tried"] == [[400, False], [200, False]]
 
 
+@pytest.mark.soak
 def test_a_rate_is_searched_from_where_another_search_ended(bench):
     result = rates(bench, limit=1e9, systems=(64, 128))
     assert_is_shown(EXPERIMENTS["relay-fig8"], result)
