@@ -28,10 +28,11 @@ def attended(
     parts, rows, heads, size = q.shape
     num_kv_heads = k.shape[2]
     # [parts * num_kv_heads, rows * group, head_dim] times [.., head_dim, num_tokens]
-    grouped = (q.float() * scores.factor(size)).view(parts, rows, num_kv_heads, -1, size)
+    grouped = q.view(parts, rows, num_kv_heads, -1, size)
     asked = grouped.transpose(1, 2).reshape(parts * num_kv_heads, -1, size)
-    products = torch.bmm(asked, k.float().permute(0, 2, 3, 1).flatten(0, 1))
+    products = _products(asked, k.permute(0, 2, 3, 1).flatten(0, 1))
     weights = products.view(parts, num_kv_heads, rows, heads // num_kv_heads, -1)
+    weights.mul_(scores.factor(size))
     if scores.softcap is not None:
         weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if scores.alibi_slopes is not None:
@@ -40,3 +41,10 @@ def attended(
         weights.add_(slopes * distance[:, None, :, None])
     weights.sub_(lse.view(parts, rows, num_kv_heads, -1).transpose(1, 2).unsqueeze(-1)).exp_()
     return weights.sum((1, 2, 3))
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """float32, of exact products."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
