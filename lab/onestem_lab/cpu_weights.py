@@ -2,7 +2,7 @@
 
     python -m onestem_lab.cpu_weights --peer DIR,... --models FOLDER
         [--shapes qwen2.5-0.5b,qwen3-4b] [--formats int8,int4] [--files MODEL.gguf,...]
-        [--against SOURCES] [--steps 'decode 1']
+        [--against SOURCES] [--steps 'decode 1'] [--own-first]
 
 DIR is an environment that `lab/onestem_lab/peers/install llama_cpp DIR` made (of several builds the
 fastest counts, of each kind of step), FOLDER takes the files that it multiplies (random weights of
@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
+    help_ = "in a virtual machine who is loaded first may get memory of another speed"
+    parser.add_argument("--own-first", action="store_true", help=help_)
     parser.add_argument("--settings", default="00,01,10,11", help="flash attention, repacked")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu-weights.json")
     options = parser.parse_args()
@@ -199,6 +201,7 @@ def main() -> None:
         f"--shapes {options.shapes} --formats {options.formats} "
         + (f"--files {','.join(Path(one).name for one in files)} " if files else "")
         + (f"--against {options.against.name} " if options.against else "")
+        + ("--own-first " if options.own_first else "")
         + f"--steps '{','.join(options.steps)}' "
         + f"--threads {options.threads} --turns {options.turns} "
         f"--settings {options.settings}",
@@ -263,8 +266,9 @@ def _compared(
         if form in PEERS:
             ours, own = Ours(weights, form, options.threads), None
         else:
+            own = Ours(weights, OWN[form], options.threads) if options.own_first else None
             ours = Ours(str(model), None, options.threads)
-            own = Ours(weights, OWN[form], options.threads)
+            own = own or Ours(weights, OWN[form], options.threads)
         rates = measure_rates(torch.device("cpu"), torch.bfloat16)
         bytes_flops = max(rates.flops, _byte_rate())
         sides: dict[str, Ours | Peer] = {"ms": ours}
