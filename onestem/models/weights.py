@@ -21,6 +21,7 @@ from onestem.models.quantization import SMALL_MODEL, Scheme
 from onestem.models.ranks import ALONE, Ranks
 from onestem.models.sizes import kept_by, target_of
 from onestem.models.tensors import Kind, Tensors, TensorSpec
+from onestem.ops.cpu.huge import in_huge_pages
 from onestem.options import Quantize
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ZEROS = (Role.CORRECTION, Role.DELTA_DECAY, Role.DELTA_STEP)  # in random weights
 
 
+@in_huge_pages()
 def load_decoder(
     path: str | Path,
     *,

@@ -46,6 +46,7 @@ from onestem.models.linear import (
 )
 from onestem.models.ranks import ALONE, Ranks
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
+from onestem.ops.cpu.huge import settled
 from onestem.ops.cpu.linear import PAIR, TwoLevels
 from onestem.ops.dispatch import resolve_rounding
 from onestem.ops.rounding import RoundedRows, Rows, rounded_rows, row_tops
@@ -271,9 +272,13 @@ def packed_groups(weight: Groups | Pieces) -> CpuCodes:
     if isinstance(weight, Pieces):
         if any(rows % PAIR for rows, _ in weight.parts[:-1]):
             return packed_groups(weight.whole())
-        made = packed_groups(weight.like).widened(weight.out_features)
-        weight.visit(lambda first, groups: made.put(first, packed_groups(groups)))
+        made = _packed(weight.like).widened(weight.out_features)
+        weight.visit(lambda first, groups: made.put(first, _packed(groups)))
         return made
+    return _packed(weight).changed(settled)
+
+
+def _packed(weight: Groups) -> CpuCodes:
     least = weight.minimums
     return CpuCodes.of_groups(
         weight.codes,
@@ -303,7 +308,7 @@ class CpuProduct(_Quantized):
         self.order = None
         if isinstance(weight, Channels):
             self.kind += ", rows in int8"
-            self.packed = CpuCodes.of8(weight.codes, weight.scales)
+            self.packed = CpuCodes.of8(weight.codes, weight.scales).changed(settled)
         else:
             self.order = None if isinstance(like, Channels) else like.order
             self.packed = packed_groups(weight)

@@ -8,6 +8,7 @@ from onestem.models.formats.held import Channels, Groups, Pieces, rounded_weight
 from onestem.models.formats.products import CpuProduct, Target, packed_groups
 from onestem.models.linear import Head, Layout, LogitsMemory
 from onestem.ops.cpu import DTYPES, CpuCodes, is_built
+from onestem.ops.cpu.huge import settled
 
 
 class PackedTable:
@@ -61,7 +62,7 @@ def rounded_head(weight: Tensor, layout: Layout, bias: Tensor | None = None) -> 
     """A head of a weight `[vocab_size, hidden_size]`, rounded to int8 per channel."""
     held = rounded_weight(weight, "int8")
     assert isinstance(held, Channels)
-    return PackedHead(CpuCodes.of8(held.codes, held.scales), layout, bias)
+    return PackedHead(CpuCodes.of8(held.codes, held.scales).changed(settled), layout, bias)
 
 
 def takes_rounded_head(size: int, target: Target) -> bool:

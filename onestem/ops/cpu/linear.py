@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.ops.cpu.extension import DTYPES, checked_isa, native
+from onestem.ops.cpu.huge import room_for
 
 BLOCK, PAIR = 16, 32  # outputs
 CHUNK = {8: 64, 4: 128}  # inputs
@@ -184,22 +185,22 @@ class CpuCodes:
             isa,
         )
 
-    def widened(self, out: int) -> CpuCodes:
-        """Room for `out` rows in groups; `put` fills it."""
-        blocks = 2 * -(-out // PAIR)
-
-        def room(one: Tensor) -> Tensor:
-            return one.new_empty(blocks, *one.shape[1:])
-
+    def changed(self, change: Callable[[Tensor], Tensor]) -> CpuCodes:
+        """With each tensor changed, but for the table."""
         least = self.minimums
         return replace(
             self,
-            codes=room(self.codes),
-            scales=self.scales.changed(room),
-            zeros=None if self.zeros is None else room(self.zeros),
-            minimums=None if least is None else least.changed(room),
-            out_features=out,
+            codes=change(self.codes),
+            scales=self.scales.changed(change),
+            zeros=None if self.zeros is None else change(self.zeros),
+            minimums=None if least is None else least.changed(change),
         )
+
+    def widened(self, out: int) -> CpuCodes:
+        """Room for `out` rows in groups; `put` fills it."""
+        blocks = 2 * -(-out // PAIR)
+        wider = self.changed(lambda one: room_for((blocks, *one.shape[1:]), one.dtype))
+        return replace(wider, out_features=out)
 
     def put(self, first: int, rows: CpuCodes) -> None:
         """Have `rows` from row `first` on, a multiple of `PAIR`."""
