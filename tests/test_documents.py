@@ -225,8 +225,8 @@ def test_over_http(llm, tmp_path, tiers):
 
 
 def test_a_model_is_checked_with_written_chats(llm):
-    asked = [*written(5)]
-    assert asked == [*written(5)]
+    asked = [*written(3)]
+    assert asked == [*written(3)]
     for one in asked:
         assert any(f" {one.answer}." in document["text"] for document in one.documents)
     facts = ask_all(llm, asked, [0.5, 0.0], 6)

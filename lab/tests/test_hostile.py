@@ -71,6 +71,7 @@ def test_nothing_is_wrong(server, pool):
     server.check()
 
 
+@pytest.mark.soak
 def test_a_planted_fault_is_found(server, pool):
     """Asked for, an answer that should be another one is wrong, and is told with all that it takes
     to ask again."""

@@ -201,7 +201,8 @@ def test_cuts_change_no_bit_by_row(
     rates, norm = (drawn(heads, seed=8), drawn(heads, seed=9)), drawn(dv)
     found = []
     row_by_row = () if name in SLOW or sizes != SIZES[0] else (tuple(range(1, total)),)
-    for cuts in ((), (1, 2, 3, 4, 21, 22, 24, 40, 56, 64, 99), *row_by_row):
+    some = (1, 21, 64) if name in SLOW else (1, 2, 3, 4, 21, 22, 24, 40, 56, 64, 99)
+    for cuts in ((), some, *row_by_row):
         states, before = drawn(2, heads, dk, dv, seed=3), drawn(2, 3, channels, dtype=dtype)
         pieces = []
         for begin, end in zip((0, *cuts), (*cuts, total), strict=True):

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("step", [200, soaked(100)])
+@pytest.mark.parametrize("step", [400, soaked(100)])
 def test_required_calls_are_valid(llm: LLM, step: int) -> None:
     params = SamplingParams(max_tokens=80, temperature=0.0)
     whole = 0
