@@ -341,13 +341,14 @@ struct LinearGroups {
     const auto run = groups == 1   ? (streams ? blocks_of<1, 1, 2> : blocks_of<1, kMost, 1>)
                      : groups == 2 ? (streams ? blocks_of<2, 1, 2> : blocks_of<2, kMost, 1>)
                                    : (streams ? blocks_of<4, 1, 2> : blocks_of<4, kMost, 1>);
-    for (int32_t block = 2 * begin; block < begin + end; ++block) {
+    const int32_t at_once = streams ? 2 : 1;
+    for (int32_t block = 2 * begin; block < 2 * end - half * (at_once - 1); ++block) {
       const int32_t blocks[2] = {block, block + half};
       for (int64_t row = 0; row < call.rows;) {
         alignas(64) float values[2][kMost][16];
         const int32_t count = run(call, blocks, row, values);
         for (int32_t r = 0; r < count; ++r, ++row) {
-          for (int b = 0; b < 2; ++b) store_sixteen<T>(call, row, blocks[b] * 16, values[b][r], false);
+          for (int b = 0; b < at_once; ++b) store_sixteen<T>(call, row, blocks[b] * 16, values[b][r], false);
         }
       }
     }
@@ -372,8 +373,8 @@ struct LinearGroups {
     }
   }
 
-  // Multiplies up to ROWS rows with two blocks, and says how many. GROUPS: of a chunk; AT_ONCE: blocks
-  // that are read side by side, which takes up to a quarter less time where both go on for long.
+  // Multiplies up to ROWS rows, and says how many. GROUPS: of a chunk; AT_ONCE: the blocks, one or two,
+  // which are read side by side: that takes up to a quarter less time where both go on for long.
   template <int GROUPS, int ROWS, int AT_ONCE>
   static int32_t blocks_of(const LinearCall& call, const int32_t (&blocks)[2], int64_t first,
                            float (*values)[kMost][16]) {
@@ -384,21 +385,19 @@ struct LinearGroups {
     }
     const PackedCodes& w = call.weight;
     const char* rows = call.packed + first * panel_bytes(w);
-    for (int b = 0; b < 2; b += AT_ONCE) {
-      for (int i = 0; i < 16; i += kLanes) {
-        vf acc[AT_ONCE][ROWS];
-        for (auto& of_block : acc) {
-          for (vf& one : of_block) one = zeros();
-        }
-        for (int32_t c = 0; c < w.chunks; ++c) {
+    for (int i = 0; i < 16; i += kLanes) {
+      vf acc[AT_ONCE][ROWS];
+      for (auto& of_block : acc) {
+        for (vf& one : of_block) one = zeros();
+      }
+      for (int32_t c = 0; c < w.chunks; ++c) {
 #pragma GCC unroll 2
-          for (int k = 0; k < AT_ONCE; ++k) {
-            add_chunk<GROUPS, ROWS, kAhead / AT_ONCE>(w, blocks[b + k], c, i, rows, acc[k]);
-          }
+        for (int b = 0; b < AT_ONCE; ++b) {
+          add_chunk<GROUPS, ROWS, kAhead / AT_ONCE>(w, blocks[b], c, i, rows, acc[b]);
         }
-        for (int k = 0; k < AT_ONCE; ++k) {
-          for (int r = 0; r < ROWS; ++r) store(values[b + k][r] + i, acc[k][r]);
-        }
+      }
+      for (int b = 0; b < AT_ONCE; ++b) {
+        for (int r = 0; r < ROWS; ++r) store(values[b][r] + i, acc[b][r]);
       }
     }
     return ROWS;

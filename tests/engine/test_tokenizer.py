@@ -84,20 +84,45 @@ def word_tokenizer(**extra: Any) -> Tokenizer:
 # --- encoding ----------------------------------------------------------------------------------
 
 
+MORE_OF_MODELS = (
+    {},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                      "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+     "rope_theta": 500000.0, "max_position_embeddings": 131072},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e6},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e4},
+    {"rope_scaling": None, "layer_types": ["full_attention"], "num_hidden_layers": 2},
+    {"text_config": {"model_type": "llama", "rope_scaling": None}},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name", [None, "LlamaTokenizer", "GPT2TokenizerFast", "GemmaTokenizer", "Qwen2Tokenizer"]
 )
 def test_it_is_the_one_that_transformers_chooses(
-    directories: dict[str, Path], kind: str, tmp_path: Path, name: str | None
+    directories: dict[str, Path],
+    kind: str,
+    tmp_path: Path,
+    name: str | None,
+    recwarn: pytest.WarningsRecorder,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """By the model's own configuration."""
+    """By the model's own configuration, of which nothing else is read, and nothing is said."""
     path = tmp_path / "model"
     shutil.copytree(directories[kind], path)
     fields = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**fields, "tokenizer_class": name}))
     for kind_of_model in (one for one, its in CAUSAL_LMS.items() if its in FAMILIES):
         (path / "config.json").write_text(json.dumps({"model_type": kind_of_model}))
-        ours, its = read_hugging_face(path), AutoTokenizer.from_pretrained(path)
+        its = AutoTokenizer.from_pretrained(path)
+        for more in MORE_OF_MODELS if name else ({},):
+            fields = {"model_type": kind_of_model, **more}
+            (path / "config.json").write_text(json.dumps(fields))
+            capfd.readouterr()
+            recwarn.clear()
+            ours = read_hugging_face(path)
+            assert capfd.readouterr().err == ""
+            assert not recwarn.list
         assert type(ours) is type(its)
         assert ours.backend_tokenizer.to_str() == its.backend_tokenizer.to_str()
         assert ours.special_tokens_map == its.special_tokens_map

@@ -14,7 +14,7 @@ from onestem.ops.cpu import is_built
 from onestem.ops.cpu.huge import ALIGNED, SLAB, in_huge_pages, room_for, settled
 
 POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HAS_HUGE = POLICY.exists() and "[never]" not in POLICY.read_text()
+HAS_HUGE = POLICY.exists() and "[madvise]" in POLICY.read_text()
 
 
 def huge_bytes(address: int) -> int:

@@ -47,6 +47,7 @@ from onestem.pml.tokens import after_break
 from onestem.rawtext import RawText
 from onestem.request import Documents
 
+_READ_OF_MODEL = ("model_type", "model_name", "tokenizer_class", "_name_or_path")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -476,8 +477,8 @@ def read_hugging_face(directory: Path) -> Any | None:
 
 
 def _plain_config(directory: Path) -> Any | None:
-    """The model's configuration without the class that it has in `transformers`, whose import takes
-    a second and more; None where that class decides which tokenizer it is."""
+    """What `AutoTokenizer` reads of the model's configuration, without the class that this has in
+    `transformers`, whose import takes a second and more; None where that class decides."""
     of_model, of_tokenizer = directory / "config.json", directory / "tokenizer_config.json"
     if not (of_model.is_file() and of_tokenizer.is_file()):
         return None
@@ -486,4 +487,6 @@ def _plain_config(directory: Path) -> Any | None:
         return None
     from transformers import PreTrainedConfig
 
-    return PreTrainedConfig.from_dict(read_json(of_model), name_or_path=str(directory))
+    fields = read_json(of_model)
+    kept = {name: fields[name] for name in _READ_OF_MODEL if name in fields}
+    return PreTrainedConfig.from_dict(kept, name_or_path=str(directory))

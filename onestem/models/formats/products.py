@@ -347,7 +347,8 @@ class CpuPart(_Quantized):
         self.ranks = ranks
         self.kind += ", rows in int8"
         # The product rounds its rows too, by their maximum. It is 127 in one input more.
-        self.packed = CpuCodes.of8(F.pad(weight.codes, (0, 1)), torch.ones_like(weight.scales))
+        packed = CpuCodes.of8(F.pad(weight.codes, (0, 1)), torch.ones_like(weight.scales))
+        self.packed = packed.changed(settled)
         self.scales = weight.scales
 
     def __call__(self, x: Tensor) -> Tensor:

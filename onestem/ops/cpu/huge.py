@@ -16,40 +16,39 @@ from torch import Tensor
 SLAB = 64 << 20  # bytes that weights are cut from; what is left of the last is never touched
 ALIGNED = 64
 
-_lock = threading.Lock()
-_slabs: list[tuple[Tensor, int]] = []  # of a load: the last one, and how much of it is used
+_loading = threading.local()  # slab: what is left of the last one
 
 
 @contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Cut weights from slabs until the block ends. What comes later has memory of its own: a slab
-    keeps that of all its weights until the last one goes."""
-    with _lock:
-        _slabs[:] = [(torch.empty(0, dtype=torch.uint8, device="cpu"), 0)]
+    """Cut this thread's weights from slabs until the block ends. What comes later has memory of its
+    own: a slab keeps that of all its weights until the last one goes."""
+    before = getattr(_loading, "slab", None)
+    _loading.slab = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         yield
     finally:
-        with _lock:
-            _slabs.clear()
+        _loading.slab = before
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """A weight of a CPU where it stays."""
-    return room_for(tensor.shape, tensor.dtype).copy_(tensor) if _slabs else tensor
+    """A weight of a CPU where it stays: a copy in a slab, or itself outside of a load."""
+    if getattr(_loading, "slab", None) is None:
+        return tensor
+    return room_for(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def room_for(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Where such a weight stays, not initialised."""
+    slab = getattr(_loading, "slab", None)
+    if slab is None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
     size = math.prod(shape) * dtype.itemsize
-    with _lock:
-        if not _slabs:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        slab, used = _slabs[0]
-        if used + size > len(slab):
-            slab, used = torch.empty(max(SLAB, size), dtype=torch.uint8, device="cpu"), 0
-            _ask_for_huge_pages(slab)
-        _slabs[0] = slab, -(-(used + size) // ALIGNED) * ALIGNED
-    return slab[used : used + size].view(dtype).view(shape)
+    if size > len(slab):
+        slab = torch.empty(max(SLAB, size), dtype=torch.uint8, device="cpu")
+        _ask_for_huge_pages(slab)
+    _loading.slab = slab[-(-size // ALIGNED) * ALIGNED :]
+    return slab[:size].view(dtype).view(shape)
 
 
 def _ask_for_huge_pages(memory: Tensor) -> None:
