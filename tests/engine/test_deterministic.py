@@ -246,13 +246,12 @@ def test_company_changes_no_bit(tiny, family, dtype, seed):
     decoder = load_decoder(
         tiny(family), dtype=getattr(torch, dtype), device="cpu", deterministic=True
     )
-    # The first seed has one of the ways of storing, in little memory, for every third family.
-    other = FAMILIES.index(family) % 3
-    made = traffic(decoder, seed, SHARES if seed else (SHARES[0], SHARES[1 + other]))
+    # The first seed has one way of storing for every third family.
+    some = (("full", "full"), ("full", "storage"), ("full", "full", "off"))
+    made = traffic(decoder, seed, SHARES if seed else some[FAMILIES.index(family) % 3])
     assert made.differing == 0, f"{made.differing} of {made.compared}"
     assert min(made.hits, made.splits, made.forks) > 0
-    # Other seeds draw shorter answers, and who shares nothing waits for all that it may take.
-    assert made.preempted > 0 or seed != 0 or other == SHARES.index("off") - 1
+    assert made.preempted > 0 or seed != 0  # other seeds draw shorter answers
 
 
 @pytest.mark.parametrize(("family", "dtype"), one_in(3, ("llama", *RECURRENT), DTYPES))

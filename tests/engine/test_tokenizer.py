@@ -123,9 +123,9 @@ def test_it_is_the_one_that_transformers_chooses(
             ours = read_hugging_face(path)
             assert capfd.readouterr().err == ""
             assert not recwarn.list
-        assert type(ours) is type(its)
-        assert ours.backend_tokenizer.to_str() == its.backend_tokenizer.to_str()
-        assert ours.special_tokens_map == its.special_tokens_map
+            assert type(ours) is type(its)
+            assert ours.backend_tokenizer.to_str() == its.backend_tokenizer.to_str()
+            assert ours.special_tokens_map == its.special_tokens_map
 
 
 @settings(max_examples=150)

@@ -16,14 +16,21 @@ from torch import Tensor
 SLAB = 64 << 20  # bytes that weights are cut from; what is left of the last is never touched
 ALIGNED = 64
 
-_loading = threading.local()  # slab: what is left of the last one
+
+class _Loading(threading.local):
+    """Of a thread that loads: what is left of its last slab."""
+
+    slab: Tensor | None = None
+
+
+_loading = _Loading()
 
 
 @contextmanager
 def in_huge_pages() -> Iterator[None]:
     """Cut this thread's weights from slabs until the block ends. What comes later has memory of its
     own: a slab keeps that of all its weights until the last one goes."""
-    before = getattr(_loading, "slab", None)
+    before = _loading.slab
     _loading.slab = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         yield
@@ -33,14 +40,12 @@ def in_huge_pages() -> Iterator[None]:
 
 def settled(tensor: Tensor) -> Tensor:
     """A weight of a CPU where it stays: a copy in a slab, or itself outside of a load."""
-    if getattr(_loading, "slab", None) is None:
-        return tensor
-    return room_for(tensor.shape, tensor.dtype).copy_(tensor)
+    return tensor if _loading.slab is None else room_for(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def room_for(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Where such a weight stays, not initialised."""
-    slab = getattr(_loading, "slab", None)
+    slab = _loading.slab
     if slab is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     size = math.prod(shape) * dtype.itemsize
