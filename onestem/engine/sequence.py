@@ -129,13 +129,15 @@ class Choosing:
 
     Attributes:
         prompt: with the documents.
-        first: index of the question's first token among those that the sequence computes.
+        first: index of the question's first token among those that the sequence computes; sees: of
+            the first one that sees documents. Rows from there on are for nothing but to choose.
         attended: float64 `[n]`, sums of weights for each of the prompt's tokens, of the question's
             rows so far.
     """
 
     prompt: DocumentsPrompt
     first: int
+    sees: int
     attended: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:

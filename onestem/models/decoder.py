@@ -184,14 +184,16 @@ class Decoder:
         attend: Attend,
         read: Tensor | None = None,
         states: StatesOf | None = None,
+        last: int = -1,
     ) -> Tensor:
         """token_ids and positions [num_rows] int64 -> hidden [num_read, hidden_size].
 
         The result is what `logits` takes: the final norm has been applied. `read` [num_read] int64
         are the rows that it has, None: all. After the last layer's attention only these go on.
-        `states`: of layers with the delta rule, where there are any.
+        `states`: of layers with the delta rule, where there are any. `last`: of the layers; where
+        it is not the model's, nothing may be read.
         """
-        return self.through(self.inputs(token_ids, positions), attend, read, states)
+        return self.through(self.inputs(token_ids, positions), attend, read, states, last)
 
     def inputs(self, token_ids: Tensor, positions: Tensor) -> StepRows:
         """What the layers take of `forward`'s rows."""
@@ -210,6 +212,7 @@ class Decoder:
         attend: Attend,
         read: Tensor | None = None,
         states: StatesOf | None = None,
+        last: int = -1,
     ) -> Tensor:
         """`forward` from the first layer on. It writes to `rows.hidden`."""
         hidden, angles, growth, vectors = rows
@@ -224,7 +227,7 @@ class Decoder:
                 out = layer.delta(plain, layer.qkv(given), states(index))
             else:
                 out = self._attention(index, layer, normed, growth, angles[index], attend)
-            if read is not None and index == len(self.layers) - 1:
+            if read is not None and index == last % len(self.layers):
                 if not len(read):
                     return hidden[:0]
                 out, hidden = out[read], hidden[read]

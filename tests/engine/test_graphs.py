@@ -61,7 +61,8 @@ class Replayed(graphs.GraphRunner):
         @torch.inference_mode()
         def replay() -> None:
             self.replays.append(shape)
-            hidden.copy_(self.fixed_forward(shape))
+            made = self.fixed_forward(shape)  # of rows that all choose none are read
+            hidden[: len(made)].copy_(made)
 
         return SimpleNamespace(graph=SimpleNamespace(replay=replay), hidden=hidden)
 
@@ -142,8 +143,8 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     monkeypatch.setattr(Kernels, "_attend", recorded)
     engine = with_graphs(1 << 16)
     assert tokens(engine, LONG) == want
-    runner = engine.launcher.runner
-    assert {shape for shape in runner.replays if shape.rows == 64} == {(64, True, 0, False, 4)}
+    runner, wide = engine.launcher.runner, graphs.GraphShape(64, True, page_size=4)
+    assert {shape for shape in runner.replays if shape.rows == 64} == {wide}
     assert {shape.wide for shape in runner.replays if shape.rows < 64} == {False}
     # A kernel without the widest tiles, and one with them where a graph is for both.
     assert set(launches) == {(64, True), (64, False), (2, False), (1, False)}
@@ -154,8 +155,8 @@ def test_steps_with_the_widest_tiles_have_graphs_of_their_own(
     runner.release_pages()
     runner.restore_pages()
     runner.warm_up()
-    sizes = {(size, False, 0, False, 4) for size in (1, 2, 4, 64)}
-    assert set(runner.graphs) == sizes | {(64, True, 0, False, 4)}
+    sizes = {graphs.GraphShape(size, False, page_size=4) for size in (1, 2, 4, 64)}
+    assert set(runner.graphs) == sizes | {wide}
     assert len(runner.replays) == replays
     for space in runner.workspaces[OPTIONS["page_size"]].values():
         assert torch.count_nonzero(space.control) == 1  # the place of the records
@@ -180,14 +181,14 @@ def test_moved_rows_are_in_the_fixed_buffers(
     with_graphs, tiny, monkeypatch, family, repair, page_size
 ) -> None:
     """Each distance at which a row sees modules is one more query. Prompts have graphs, also over
-    parts of pages, and few rows that choose, which choose the same."""
+    parts of pages, and few rows that choose, which choose the same by fewer layers."""
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2, 4, 16, 80))
     monkeypatch.setattr(graphs, "OFTEN", 0)
     monkeypatch.setattr(TritonAttention, "head_major", lambda *_: False)  # its pages have no parts
     attended = graphs.GraphRunner.attended
 
     def compared(self, inputs) -> torch.Tensor:
-        found = attended(self, inputs)
+        found, inputs = attended(self, inputs), dataclasses.replace(inputs, all_choose=False)
         launched = Runner.run(self, inputs, Runner.prepare(self, inputs, None), None)
         torch.testing.assert_close(found, launched.attended, atol=1e-5, rtol=1e-5)
         return found
@@ -212,6 +213,7 @@ def test_moved_rows_are_in_the_fixed_buffers(
     prompts = {one.page_size for one in shapes if one.queries and one.rows > 4 and not one.chooses}
     assert min(prompts) == min(page_size, 8)
     assert any(shape.queries and shape.chooses for shape in shapes) == (repair > 0)
+    assert any(shape.chooses and shape.all_choose for shape in shapes) == (repair > 0)
 
 
 def test_what_is_done_to_scores_reaches_the_kernels(with_graphs, tiny) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from onestem.answers import path_scores
 from onestem.cache.storage import DiskStore
-from onestem.engine.modules.prompt import ImportedRun, SequenceModules
+from onestem.engine.modules.prompt import ImportedRun, PmlPrompt, SequenceModules
+from onestem.engine.schedule import admission
 from onestem.errors import RequestError
 from onestem.models.weights import load_decoder
 from onestem.ops.reference import ReferenceAttention
@@ -179,6 +180,12 @@ def test_a_repaired_prompt_is_found_again(tiny):
     assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 1
 
 
+def test_what_chose_is_found_by_none_that_answer(tiny):
+    prompts = [prompt_of((0, 1, 2, 3), repair) for repair in (0.2, 0.0, 0.3)]
+    _, outputs = check(tiny("llama"), prompts, alone=True)
+    assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 3  # what leads documents
+
+
 def test_questions_of_other_lengths_in_one_step(tiny):
     asked = [QUESTION, QUESTION[:2], [*QUESTION, *QUESTION]]
     orders = ((0, 1, 2, 3), (3, 2, 1), (1, 3, 0, 2))
@@ -278,6 +285,11 @@ def others_chosen(monkeypatch):
     monkeypatch.setattr(DocumentsPrompt, "repaired", lambda self, given: repaired(self, -given))
 
 
+def found_by_answers(monkeypatch):
+    """Rows that chose, which went through some layers alone, are found by those that answer."""
+    monkeypatch.setattr(admission, "PmlPrompt", lambda *of, **_: PmlPrompt(*of))
+
+
 def without_head(monkeypatch):
     """Documents are computed with nothing before them."""
     monkeypatch.setattr(SequenceModules, "attended", lambda self, index: [])
@@ -288,10 +300,12 @@ def not_moved(monkeypatch):
     monkeypatch.setattr(ImportedRun, "shift", property(lambda self: 0))
 
 
-@pytest.mark.parametrize("fault", [not_hidden, others_chosen, without_head, not_moved])
+@pytest.mark.parametrize(
+    "fault", [not_hidden, others_chosen, found_by_answers, without_head, not_moved]
+)
 @pytest.mark.steps_fail
 def test_the_check_sees(tiny, monkeypatch, fault):
-    prompts = [prompt_of((0, 1, 2, 3), 0.3), prompt_of((0, 3, 2, 1), 0.3)]
+    prompts = [prompt_of((0, 1, 2, 3), 0.3), *(prompt_of((0, 3, 2, 1), one) for one in (0.3, 0.0))]
     wanted = {}
     if fault is others_chosen:  # the definition must not have the fault
         decoder = load_decoder(tiny("llama"), dtype=torch.float32, device="cpu")

@@ -72,6 +72,8 @@ class PmlPrompt:
     Args:
         salt: of what it computes for itself; module_salt: of the modules that it imports.
         model: what it runs on; None: each position has its own modules, and a run no jumps.
+        chooses: its question's rows are there to choose what is repaired: only others that choose
+            may find them.
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
@@ -84,13 +86,20 @@ class PmlPrompt:
     """
 
     def __init__(
-        self, compiled: CompiledPrompt, salt: str, module_salt: str, model: Description | None
+        self,
+        compiled: CompiledPrompt,
+        salt: str,
+        module_salt: str,
+        model: Description | None,
+        *,
+        chooses: bool = False,
     ) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
         self.tokens = array("i", np.concatenate([segment.token_ids for segment in own]).tolist())
         self.salt = salt
         self.module_salt = module_salt
+        self._chooses = chooses
         self.moves = model is not None and model.sees_distances
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
@@ -124,7 +133,7 @@ class PmlPrompt:
     def _spaces(self, tokens: Iterable[int]) -> Iterator[Hashable]:
         """Names for what ascending tokens see that is not on their path."""
         later = sorted(self.imports, key=lambda one: one.first)[::-1]
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(b"chooses " if self._chooses else b"", digest_size=16)
         for token in tokens:
             while later and later[-1].first <= token:
                 one = later.pop()

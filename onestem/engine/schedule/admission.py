@@ -424,8 +424,9 @@ class SequenceFactory:
         """Set what a request's sequences compute and import; None: the prompt as it is."""
         request = state.request
         if compiled is not None:
-            salts = request.cache_salt, request.module_salt
-            state.pml = PmlPrompt(compiled, *salts, self.config)
+            salts, chooses = (request.cache_salt, request.module_salt), compiled is request.pml
+            chooses = chooses and _chooses(compiled)
+            state.pml = PmlPrompt(compiled, *salts, self.config, chooses=chooses)
         state.most_tokens = self._most_tokens(state)
 
     def refuse(self, request: Request, error: BaseException) -> None:
@@ -452,8 +453,10 @@ class SequenceFactory:
         if index == 0:
             sequence.scoring = _prompt_scoring(request)
         if _chooses(request.pml) and not state.forked:
-            question = len(request.pml.ids) - request.pml.question
-            sequence.choosing = Choosing(request.pml, len(sequence.tokens) - question)
+            first = len(sequence.tokens) - (len(request.pml.ids) - request.pml.question)
+            assert state.pml is not None
+            sees = min(one.first for one in state.pml.imports)
+            sequence.choosing = Choosing(request.pml, first, sees)
         if params.stop or request.stream:
             sequence.answer.detokenizer = self.detokenizer(request)
         sequence.answer.grammar = self._grammar_of(state)

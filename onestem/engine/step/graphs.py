@@ -61,13 +61,14 @@ _Kind = tuple[int | None, int, int]
 
 class GraphShape(NamedTuple):
     """What a graph is made for: rows, whether work lists may have items of the widest tiles, how
-    many queries there may be (0: only those of the rows), and whether they choose. Page size is
-    that of the lists."""
+    many queries there may be (0: only those of the rows), and whether some choose. If all do, it
+    ends with the last layer that they need. Page size is that of the lists."""
 
     rows: int
     wide: bool
     queries: int = 0
     chooses: bool = False
+    all_choose: bool = False
     page_size: int = 0
 
     @property
@@ -240,12 +241,13 @@ class GraphRunner(Runner):
         wide = any(work is not None and work.num_wide for work in works)
         times = -(-plan.num_queries // size) if len(plan.moved) else 0
         queries = size << (times - 1).bit_length() if times else 0
-        return GraphShape(size, wide, queries, bool(inputs.choices), plan.page_size)
+        chooses = bool(inputs.choices)
+        return GraphShape(size, wide, queries, chooses, inputs.all_choose, plan.page_size)
 
     def _has_room(self, inputs: StepInputs) -> bool:
         """Whether a graph may have room for a step's queries, and pays: where rows are moved, for
         decodes at once, for prompts when their like has come often."""
-        rows, _, queries, chooses, _ = shape = self._shape(inputs)
+        rows, _, queries, chooses, *_ = shape = self._shape(inputs)
         most = MOST_CHOOSING if chooses else MOST_QUERIES
         if queries > most or (chooses and (rows > most or self.share == "no-attention")):
             return False
@@ -375,6 +377,9 @@ class GraphRunner(Runner):
         states = self._states_of(PartRows.decodes(self._parts[: shape.rows]))
         queries = (sources, self.decoder.rope.angles(places)) if shape.queries else None
         attend = self._fixed_attend(slots, shape, queries)
+        if shape.all_choose:
+            read, last = ids[:0], self.last_choosing
+            return self.decoder.forward(ids, positions, attend, read, states, last)
         return self.decoder.forward(ids, positions, attend, states=states)
 
     def _fixed_attend(

@@ -58,7 +58,8 @@ class StepInputs:
         score_rows: int64 `[n]`, ascending: rows that score given tokens, and `scores`: which.
         shared_read_tokens: keys that sequences see and need not read, since one read of a run
             serves several of them.
-        choices: rows of questions that choose what is repaired.
+        choices: rows of questions that choose what is repaired, and `all_choose`: whether its rows
+            are there for nothing else.
         states: which rows continue which recurrent state, and `copies`: slots of states that are
             copied after them, (from, to). None: the model's layers keep none.
     """
@@ -75,6 +76,7 @@ class StepInputs:
     states: StateRows | None = None
     copies: Seq[tuple[int, int]] = ()
     choices: Seq[ChoiceRows] = ()
+    all_choose: bool = False
 
     def advance(self, new_pages: NewPages) -> None:
         """Make the inputs of decodes those of the next step, in place: each row goes one token
@@ -265,6 +267,7 @@ class _ChunkLayout(_Layout):
         self._parts: list[tuple[int, int, int, int, int]] = []  # columns of `StateRows`
         self._copies: list[tuple[int, int]] = []
         self._choices: list[ChoiceRows] = []
+        self._for_choices = 0  # rows
 
     def add_chunk(self, chunk: Chunk, path: list[Run]) -> None:
         """Add rows of a sequence, which see its imports from each one's first row on."""
@@ -281,10 +284,13 @@ class _ChunkLayout(_Layout):
                 break
             self._add_run(run, a, b)
         self._add_logits(chunk)
-        if sequence.choosing is not None and b > sequence.choosing.first:
-            first = max(a, sequence.choosing.first)
-            at = self.num_rows + first - a
-            self._choices.append(ChoiceRows(sequence, at, b - first, b, sequence.imports))
+        choosing = sequence.choosing
+        if choosing is not None:
+            self._for_choices += max(0, b - max(a, choosing.sees))
+            if b > choosing.first:
+                first = max(a, choosing.first)
+                at = self.num_rows + first - a
+                self._choices.append(ChoiceRows(sequence, at, b - first, b, sequence.imports))
         if chunk.state is not None:
             state = chunk.state
             self._parts.append((self.num_rows, b - a, a, state.source, state.target))
@@ -369,6 +375,7 @@ class _ChunkLayout(_Layout):
             None if self._states is None else _joined(self._states, self._parts),
             self._copies,
             self._choices,
+            self._for_choices == len(ids),
         )
 
 

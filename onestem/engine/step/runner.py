@@ -139,7 +139,7 @@ class DecoderRows(NamedTuple):
 
     Attributes:
         ids, positions, slots: int64 `[num_rows]`; slots are those of keys and values.
-        read, states: see `Decoder.forward`.
+        read, states, last: see `Decoder.forward`.
         watched: questions that choose what is repaired.
     """
 
@@ -149,6 +149,7 @@ class DecoderRows(NamedTuple):
     read: Tensor | None
     states: StatesOf | None
     watched: Watched | None
+    last: int = -1
 
 
 class Runner:
@@ -158,7 +159,7 @@ class Runner:
         scratch_slot: a slot that is never read.
         kv_pages: K and V pages, of each layer that has its own.
         pages: those that each layer with attention reads.
-        choosing_layers: in which questions show what they attend to.
+        choosing_layers: in which questions show what they attend to, and `last_choosing` the last.
         states: of each layer, inputs of the convolution and matrices (`LayerStates`).
         copies: of its pages; None: there are no tiers below them.
 
@@ -184,9 +185,12 @@ class Runner:
         self.depth = 1
         self.may_be_interrupted = True
         self.windows = config.sliding_windows
-        # Late layers know what is asked for; the very last one has only the rows that are read.
+        # Those behind the middle know what is asked for, as well as later ones (measured; the very
+        # last one has only the rows that are read). Rows that choose need no layer after them.
         far = [layer for layer, window in enumerate(self.windows[:-1]) if window is None]
-        self.choosing_layers = frozenset(far[len(far) * 2 // 3 :])
+        middle = len(far) // 2
+        self.choosing_layers = frozenset(far[middle : max(middle + 2, len(far) * 2 // 3)])
+        self.last_choosing = max(self.choosing_layers, default=-1)
         # One page more than the pool knows of: spare rows write there.
         self.scratch_slot = num_pages * page_size
         own = {
@@ -322,6 +326,7 @@ class Runner:
                 self.on_device(_padded(read, spare_read, 0)) if is_part else None,
                 states,
                 watched,
+                self.last_choosing if inputs.all_choose else -1,
             ),
         )
         if inputs.copies:
@@ -333,7 +338,9 @@ class Runner:
         """See `Decoder.forward`."""
         queries, real = self.queries(inputs), len(inputs.positions)
         attend = self._attend(prepared, rows.slots, real, queries, rows.watched)
-        return self.decoder.forward(rows.ids, rows.positions, attend, rows.read, rows.states)
+        return self.decoder.forward(
+            rows.ids, rows.positions, attend, rows.read, rows.states, rows.last
+        )
 
     def _states_of(self, parts: PartRows) -> StatesOf:
         return lambda layer: LayerStates(*self.states[layer], parts)

@@ -75,7 +75,12 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
         place += 1
 
     def watched_forward(
-        ids: Tensor, positions: Tensor, attend: Any, read: Any = None, states: Any = None
+        ids: Tensor,
+        positions: Tensor,
+        attend: Any,
+        read: Any = None,
+        states: Any = None,
+        *last: int,
     ) -> Any:
         nonlocal place, layer, norms
         keys[:], place, layer, norms = _keys(engine, tokens), 0, 0, 2
@@ -101,7 +106,7 @@ def watch_operations(engine: Engine, tokens: list[int]) -> Operations:
             end(index)
             return states(index)
 
-        return forward(ids, positions, watched_attend, read, states and watched_states)
+        return forward(ids, positions, watched_attend, read, states and watched_states, *last)
 
     def watched_normed(hidden: Tensor, delta: Tensor | None, *rest: Any, **more: Any) -> Any:
         nonlocal layer, norms
