@@ -47,24 +47,10 @@ def collecting_seldom() -> Iterator[None]:
         gc.collect()
 
 
-def patch_once() -> None:
-    """At each call of a function within a kernel the interpreter patches Triton's language, which
-    takes half of the time. What the first call patches stays patched: others go without."""
-    from triton.language import core
-    from triton.runtime.interpreter import InterpretedFunction
-
-    first = InterpretedFunction.__call__
-
-    def call(self, *args, **options):
-        if core.is_builtin(core.full):
-            return first(self, *args, **options)
-        return self.rewrite()(*args, **options)
-
-    InterpretedFunction.__call__ = call
-
-
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with suppress(ImportError):  # where Triton has no build there is nothing to interpret
-        patch_once()
+        from tests.interpreted import hasten
+
+        hasten()
