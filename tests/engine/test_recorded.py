@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from onestem import LLM, SamplingParams
 from onestem.engine.step import cpu
 from onestem.ops.cpu import CpuCodes, is_built
 from onestem.ops.cpu.recorded import Recorded
+from tests.forked import FORKSERVER
 from tests.models.tiny import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the extension is not built")
@@ -35,6 +38,19 @@ def answers(llm, number, *, requests=1, **changes):
 
 def open_llm(path, **options):
     return LLM(str(path), device="cpu", kv_memory="8MiB", page_size=16, **options)
+
+
+def modules_after_a_step(path):
+    with open_llm(path) as llm:
+        answers(llm, 0)
+        assert llm.engine.launcher.runner.recorded
+    return set(sys.modules)
+
+
+def test_a_compiler_is_not_imported(tiny):
+    """That of PyTorch, which takes a second and which nothing here needs."""
+    with FORKSERVER.Pool(1) as pool:
+        assert "torch._dynamo" not in pool.apply(modules_after_a_step, (tiny("llama"),))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ class _Kept(TorchDispatchMode):
         self.tensors: list[Tensor] = []
         self.alone = True
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # or a second's import of the compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if str(func) in _EMPTY:
