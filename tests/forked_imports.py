@@ -8,7 +8,7 @@ from importlib import import_module
 from onestem.engine.text.tokenizer import Tokenizer
 from onestem.models.find import find_model
 
-for name in ("onestem.bench", "onestem.cli", "onestem.jobs"):
+for name in ("onestem.bench", "onestem.cli.app", "onestem.jobs", "onestem_lab.cli"):
     import_module(name)
 Tokenizer.from_directory(find_model("embedded"))
 gc.collect()
