@@ -92,11 +92,12 @@ def test_one_tensor_after_another(family, layout, dtype, layout_of, tmp_path):
     after = load_decoder(other, dtype=dtype, device="cpu")
     named = list(tensors_of(other).items())
     random.Random(0).shuffle(named)
+    now = [tensor.clone() for tensor in held(decoder)]
     for one in named:
-        before = [tensor.clone() for tensor in held(decoder)]
         tensors = checked_tensors(decoder.config, [one])
         write_tensors(decoder, tensors)
-        pairs = zip(before, held(decoder), strict=True)
+        before, now = now, [tensor.clone() for tensor in held(decoder)]
+        pairs = zip(before, now, strict=True)
         assert all(torch.equal(x, y) for x, y in pairs) is (not tensors), one[0]
     assert equal(decoder, after)
 
