@@ -123,19 +123,6 @@ inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
   };
   return emulated::integers(emulated::whole(sums(x.low, y.low), sums(x.high, y.high)));
 }
-// Words of `a`, then of `b`, by the low five bits of each index.
-inline __m512i _mm512_permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
-  emulated::v16su out{};
-  for (int i = 0; i < 16; ++i) {
-    const uint32_t at = emulated::words(index)[i];
-    out[i] = emulated::words(at & 16 ? b : a)[at & 15];
-  }
-  return emulated::integers(out);
-}
-inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 x) {
-  const __m512i words = emulated::integers(x);
-  return emulated::floats(_mm512_permutex2var_epi32(words, index, words));
-}
 inline __m512i _mm512_broadcast_i32x4(__m128i x) {
   const __m256 half = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(x));
   return emulated::integers(emulated::whole(half, half));

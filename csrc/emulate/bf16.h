@@ -43,22 +43,4 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
                          emulated::add_pairs(c.high, x.high, y.high));
 }
 
-// VCVTNE2PS2BF16, of `low`, then of `high`: to the nearest, ties to even; denormals become zeros of
-// their sign, NaN quiet.
-inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
-  emulated::v32hu out{};
-  for (int i = 0; i < 32; ++i) {
-    const float x = i < 16 ? low[i] : high[i - 16];
-    const auto bits = __builtin_bit_cast(uint32_t, x);
-    if ((bits & 0x7f800000) == 0) {
-      out[i] = bits >> 16 & 0x8000;
-    } else if (x != x) {
-      out[i] = bits >> 16 | 0x40;
-    } else {
-      out[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    }
-  }
-  return __builtin_bit_cast(__m512bh, out);
-}
-
 }  // namespace onestem

@@ -78,16 +78,6 @@ Words madd_epi16(const Pairs& a, const Pairs& b) {
   return std::bit_cast<Words>(_mm512_madd_epi16(vector_of<uint16_t>(a), vector_of<uint16_t>(b)));
 }
 
-Words permutex2var_epi32(const Words& a, const Words& index, const Words& b) {
-  return std::bit_cast<Words>(_mm512_permutex2var_epi32(
-      std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(index), std::bit_cast<__m512i>(b)));
-}
-
-Floats permutexvar_ps(const Words& index, const Floats& x) {
-  return std::bit_cast<Floats>(
-      _mm512_permutexvar_ps(std::bit_cast<__m512i>(index), std::bit_cast<__m512>(x)));
-}
-
 Words dpbusd(const Words& sums, const Bytes& a, const Bytes& b) {
   return std::bit_cast<Words>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sums),
                                                   vector_of<uint8_t>(a), vector_of<uint8_t>(b)));
@@ -101,11 +91,6 @@ Words unpacklo_epi32(const Words& a, const Words& b) {
 Words unpackhi_epi32(const Words& a, const Words& b) {
   return std::bit_cast<Words>(
       _mm512_unpackhi_epi32(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
-}
-
-Pairs cvtne2ps_pbh(const Floats& high, const Floats& low) {
-  return std::bit_cast<Pairs>(
-      _mm512_cvtne2ps_pbh(std::bit_cast<__m512>(high), std::bit_cast<__m512>(low)));
 }
 
 void tile_loadconfig(const nb::bytes& config) {
@@ -142,12 +127,9 @@ void add_instructions(nb::module_& m) {
   m.def("cvtph_ps", cvtph_ps);
   m.def("dpbf16_ps", dpbf16_ps);
   m.def("madd_epi16", madd_epi16);
-  m.def("permutex2var_epi32", permutex2var_epi32);
-  m.def("permutexvar_ps", permutexvar_ps);
   m.def("dpbusd", dpbusd);
   m.def("unpacklo_epi32", unpacklo_epi32);
   m.def("unpackhi_epi32", unpackhi_epi32);
-  m.def("cvtne2ps_pbh", cvtne2ps_pbh);
   m.def("tile_loadconfig", tile_loadconfig);
   m.def("tile_release", [] { _tile_release(); });
   m.def("tile_zero", [](int tile) { _tile_zero(tile); });

@@ -221,30 +221,22 @@ struct AmxChannels : LinearAmx<AmxChannels> {
   }
 };
 
-// Of pairs of words of sixteen outputs, those of the first or the last eight; and a number of each, twice.
-inline vi eight_pairs(vi first, vi second, int half) {
-  alignas(64) static constexpr int32_t kPlaces[] = {0, 16, 1, 17, 2, 18, 3, 19,
-                                                    4, 20, 5, 21, 6, 22, 7, 23};
-  return _mm512_permutex2var_epi32(first, add(load(kPlaces), all(8 * half)), second);
-}
-inline vf eight_twice(vf numbers, int half) {
-  alignas(64) static constexpr int32_t kPlaces[] = {0, 0, 1, 1, 2, 2, 3, 3,
-                                                    4, 4, 5, 5, 6, 6, 7, 7};
-  return _mm512_permutexvar_ps(add(load(kPlaces), all(8 * half)), numbers);
+// What stands in words from bit BIT on, as floats that are kOffset more: bits 8 and up of their fractions.
+constexpr float kOffset = 32768.0f;
+template <int MASK, int BIT>
+inline vf number_at(vi words) {
+  if constexpr (BIT < 8) words = _mm512_slli_epi32(words, 8 - BIT);
+  if constexpr (BIT > 8) words = _mm512_srli_epi32(words, BIT - 8);
+  const vi offset = float_bits(all(kOffset));
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(MASK << 8), offset, 0xea));
 }
 
-// 256 more than byte BYTE of each word: the byte is the highest of a float's fraction.
-constexpr float kByteOffset = 256.0f;
-template <int BYTE>
-inline vf byte_of(vi words) {
-  constexpr int kShift = 15 - 8 * BYTE;
-  if constexpr (kShift > 0) {
-    words = _mm512_slli_epi32(words, kShift);
-  } else {
-    words = _mm512_srli_epi32(words, -kShift);
-  }
-  const vi offset = _mm512_castps_si512(all(kByteOffset));
-  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(0xff << 15), offset, 0xea));
+// The nearest bfloat16s, side by side; ties away from zero. An instruction that converts would have all
+// of the first before the second. No NaN may have a fraction of ones alone.
+inline vi bf16_pairs(vf first, vf second) {
+  const vi half = all(0x8000);
+  const vi low = _mm512_srli_epi32(add(float_bits(first), half), 16);
+  return _mm512_ternarylogic_epi32(add(float_bits(second), half), all(-65536), low, 0xea);
 }
 
 template <CodeKind KIND>
@@ -282,11 +274,17 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
       if (block_ == 2) return;
       if (quarter_ == 0) take_numbers();
       // Of each plane of 4 bits, or of all.
-      const Numbers* of[4];
-      for (int i = 0; i < 4; ++i) of[i] = numbers_ + ((KIND == kEight ? quarter_ : i) >> shift_);
+      vf of[kPlanes][2];
+      for (int i = 0; i < kPlanes; ++i) {
+        const Numbers& from = numbers_[(KIND == kEight ? quarter_ : i) >> shift_];
+        for (int n = 0; n < 2; ++n) of[i][n] = load(from[n]);
+      }
       char* const to = to_ + quarter_ * (KIND == kEight ? 8 : 4) * 64;
-      widen<0>(codes_, of, to);
-      widen<2>(codes_, of, to);
+      const uint8_t* const codes = codes_;
+      widen<0>(codes, of, to);
+      widen<1>(codes, of, to);
+      widen<2>(codes, of, to);
+      widen<3>(codes, of, to);
       codes_ += 4 * kCodeBytes;
       if (++quarter_ < 4) return;
       quarter_ = 0;
@@ -297,8 +295,9 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
     }
 
    private:
-    // Of a group and each eight outputs scales, and what values of -256 are worth; each twice.
-    using Numbers = float[2][2][16];
+    static constexpr int kPlanes = KIND == kEight ? 1 : 4;
+    // Of a group scales, and what values of -kOffset are worth.
+    using Numbers = float[2][16];
 
     void start(int32_t pair, int32_t chunk) {
       pair_ = pair;
@@ -317,44 +316,43 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
     void take_numbers() {
       for (int32_t g = 0; g < groups_; ++g) {
         const Group group(w_, 2 * pair_ + block_, chunk_ * groups_ + g, 0);
-        const vf least = fma(group.scale, all(-kByteOffset), group.least);
-        for (int half = 0; half < 2; ++half) {
-          store(numbers_[g][half][0], eight_twice(group.scale, half));
-          store(numbers_[g][half][1], eight_twice(least, half));
-        }
+        const vf least = fma(group.scale, all(-kOffset), group.least);
+        const Mask odd = _mm512_cmp_ps_mask(least, least, _CMP_UNORD_Q);
+        store(numbers_[g][0], _mm512_mask_mov_ps(group.scale, odd, zeros()));
+        store(numbers_[g][1], _mm512_mask_mov_ps(least, odd, all(__builtin_nanf(""))));
       }
     }
 
-    // Two words of the quarter.
+    // A word of the quarter: of 8 bits two rows of a tile, of 4 bits one of each plane's.
     template <int WORD>
-    void widen(const uint8_t* codes, const Numbers* const (&of)[4], char* to) const {
+    __attribute__((always_inline)) void widen(const uint8_t* codes, const vf (&of)[kPlanes][2],
+                                              char* to) const {
       codes += WORD * kCodeBytes;
       ask_for(codes);
-      ask_for(codes + kCodeBytes);
-      const vi first = load_bytes(codes), second = load_bytes(codes + kCodeBytes);
-      const vi words[] = {eight_pairs(first, second, 0), eight_pairs(first, second, 1)};
-      const auto widen_bytes = [&](auto high) {
-        constexpr int kHigh = decltype(high)::value;
-        const vi low = bytes_of<KIND, kHigh>(w_, words[0]);
-        const vi rest = bytes_of<KIND, kHigh>(w_, words[1]);
-        widen_byte<WORD, kHigh, 0>(low, rest, of, to);
-        widen_byte<WORD, kHigh, 1>(low, rest, of, to);
-        widen_byte<WORD, kHigh, 2>(low, rest, of, to);
-        widen_byte<WORD, kHigh, 3>(low, rest, of, to);
-      };
-      widen_bytes(std::integral_constant<int, 0>());
-      if constexpr (KIND != kEight) widen_bytes(std::integral_constant<int, 1>());
+      const vi words = load_bytes(codes);
+      if constexpr (KIND == kEight) {
+        widen_pair<0xff, 0, 8>(words, of[0], to + 2 * WORD * 64);
+        widen_pair<0xff, 16, 24>(words, of[0], to + (2 * WORD + 1) * 64);
+      } else if constexpr (KIND == kFour) {
+        widen_pair<0xf, 0, 16>(words, of[0], to + WORD * 64);
+        widen_pair<0xf, 4, 20>(words, of[1], to + (16 + WORD) * 64);
+        widen_pair<0xf, 8, 24>(words, of[2], to + (32 + WORD) * 64);
+        widen_pair<0xf, 12, 28>(words, of[3], to + (48 + WORD) * 64);
+      } else {
+        const vi low = bytes_of<KIND, 0>(w_, words), high = bytes_of<KIND, 1>(w_, words);
+        widen_pair<0xff, 0, 16>(low, of[0], to + WORD * 64);
+        widen_pair<0xff, 0, 16>(high, of[1], to + (16 + WORD) * 64);
+        widen_pair<0xff, 8, 24>(low, of[2], to + (32 + WORD) * 64);
+        widen_pair<0xff, 8, 24>(high, of[3], to + (48 + WORD) * 64);
+      }
     }
 
-    // A row of a tile: of 8 bits each byte has one, of 4 bits each half of a plane.
-    template <int WORD, int HIGH, int BYTE>
-    static void widen_byte(vi low, vi rest, const Numbers* const (&of)[4], char* to) {
-      constexpr int kPlane = BYTE % 2 * 2 + HIGH;
-      constexpr int kRow = KIND == kEight ? 2 * WORD + BYTE : 16 * kPlane + WORD + BYTE / 2;
-      const Numbers& by = *of[kPlane];
-      const vf a = fma(byte_of<BYTE>(low), load(by[0][0]), load(by[0][1]));
-      const vf b = fma(byte_of<BYTE>(rest), load(by[1][0]), load(by[1][1]));
-      _mm512_storeu_si512(to + kRow * 64, __builtin_bit_cast(vi, _mm512_cvtne2ps_pbh(b, a)));
+    // A row of a tile: two inputs of sixteen outputs.
+    template <int MASK, int FIRST, int SECOND>
+    __attribute__((always_inline)) static void widen_pair(vi words, const vf (&by)[2], char* to) {
+      const vf first = fma(number_at<MASK, FIRST>(words), by[0], by[1]);
+      const vf second = fma(number_at<MASK, SECOND>(words), by[0], by[1]);
+      _mm512_storeu_si512(to, bf16_pairs(first, second));
     }
 
     const PackedCodes& w_;
@@ -377,28 +375,21 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
     if constexpr (SUMS == 3) _tile_dpbf16ps(3, 7, 5);
   }
 
-  // Of bfloat16 rows, in the order that pairs of words have: of 4 bits the first and the third of four
-  // inputs, of 8 bits the first and the fifth of eight.
+  // Of bfloat16 rows, one input after the other.
   template <class T>
   static void pack(const LinearCall& call, int64_t begin, int64_t end, char*) {
-    alignas(16) static constexpr uint8_t kFours[] = {0, 1, 4,  5,  2,  3,  6,  7,
-                                                     8, 9, 12, 13, 10, 11, 14, 15};
-    alignas(16) static constexpr uint8_t kEights[] = {0, 1, 8,  9,  2, 3, 10, 11,
-                                                      4, 5, 12, 13, 6, 7, 14, 15};
-    const __m128i* places = reinterpret_cast<const __m128i*>(KIND == kEight ? kEights : kFours);
-    const vi order = _mm512_broadcast_i32x4(_mm_load_si128(places));
     for (int64_t panel = begin; panel < end; ++panel) {
       for (int64_t i = 0; i < 16; ++i) {
         const int64_t row = panel * 16 + i, size = row < call.rows ? call.in : 0;
         const bf16* x = static_cast<const bf16*>(call.x) + row * call.in;
         char* to = Shared::panel_at(call, static_cast<int32_t>(panel)) + i * 64;
         for (int64_t d = 0; d < call.weight.depth; d += 32, to += kTileBytes) {
-          alignas(64) bf16 last[32] = {};
-          if (d + 32 > size && d < size) {
-            __builtin_memcpy(last, x + d, static_cast<size_t>(size - d) * sizeof(bf16));
+          if (d + 32 <= size) {
+            __builtin_memcpy(to, x + d, 64);
+          } else {
+            __builtin_memset(to, 0, 64);
+            if (d < size) __builtin_memcpy(to, x + d, static_cast<size_t>(size - d) * sizeof(bf16));
           }
-          const vi values = load_bytes(d + 32 > size ? last : x + d);
-          _mm512_storeu_si512(to, _mm512_shuffle_epi8(values, order));
         }
       }
     }

@@ -209,6 +209,19 @@ def test_what_is_no_number_stays_in_its_row(isa: Isa, odd: float) -> None:
             assert y[[0, 1, 2, *range(4, rows)]].isfinite().all()
 
 
+@every_isa
+def test_a_scale_that_is_no_number_stays_in_its_outputs(isa: Isa) -> None:
+    """Whatever its bits are."""
+    scales = torch.full((32, 4), 0.5).half()
+    scales.view(torch.int16)[7] = torch.tensor([0x3800, 0x7FFF, 0x7C01, 0x3800]).short()
+    codes = torch.randint(0, 16, (32, 128), generator=_generator(2)).to(torch.uint8)
+    for bits in (4, 8):
+        weight = isa.codes(CpuCodes.of_groups(codes, scales, 32, bits=bits, minimums=-scales))
+        for rows in (1, 4, 20):
+            y = weight.product(_rows(rows, 128, torch.bfloat16), None)
+            assert (y[:, 7].isnan() & y[:, :7].isfinite().all(1)).all()
+
+
 def test_other_rows_are_refused() -> None:
     weight = CpuCodes.of8(torch.ones(32, 64, dtype=torch.int8), torch.ones(32))
     for x in (torch.ones(2, 63), torch.ones(2, 64, dtype=torch.float64), torch.ones(64)):
