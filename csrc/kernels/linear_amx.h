@@ -221,22 +221,24 @@ struct AmxChannels : LinearAmx<AmxChannels> {
   }
 };
 
-// What stands in words from bit BIT on, as floats that are kOffset more: bits 8 and up of their fractions.
-constexpr float kOffset = 32768.0f;
+// What stands in words from bit BIT on, as floats that are kOffset more: the highest bits of their
+// fractions, so that what the offset is worth (`take_numbers`) is rounded by little.
+constexpr float kOffset = 256.0f;
 template <int MASK, int BIT>
 inline vf number_at(vi words) {
-  if constexpr (BIT < 8) words = _mm512_slli_epi32(words, 8 - BIT);
-  if constexpr (BIT > 8) words = _mm512_srli_epi32(words, BIT - 8);
+  constexpr int kBit = 15;
+  words = BIT < kBit ? _mm512_slli_epi32(words, kBit - BIT) : _mm512_srli_epi32(words, BIT - kBit);
   const vi offset = float_bits(all(kOffset));
-  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(MASK << 8), offset, 0xea));
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(MASK << kBit), offset, 0xea));
 }
 
-// The nearest bfloat16s, side by side; ties away from zero. An instruction that converts would have all
-// of the first before the second. No NaN may have a fraction of ones alone.
+// The nearest bfloat16s, side by side. Ties go away from zero in the first and towards it in the second,
+// so that they do not add up. An instruction that converts would have all of the first before the second.
+// NaN stays one if it is quiet, and its fraction not of ones alone.
 inline vi bf16_pairs(vf first, vf second) {
-  const vi half = all(0x8000);
-  const vi low = _mm512_srli_epi32(add(float_bits(first), half), 16);
-  return _mm512_ternarylogic_epi32(add(float_bits(second), half), all(-65536), low, 0xea);
+  const vi low = _mm512_srli_epi32(add(float_bits(first), all(0x8000)), 16);
+  const vi high = add(float_bits(second), all(0x7fff));
+  return _mm512_ternarylogic_epi32(high, all(-65536), low, 0xea);
 }
 
 template <CodeKind KIND>
