@@ -101,7 +101,7 @@ def test_documents_are_stored_after_what_the_caller_gives(llm):
 
 
 def test_choices(llm):
-    """Where all is repaired that can be, those of whole prompts, and nearer than with nothing."""
+    """Where all is repaired that can be, they are nearer to whole prompts' than with nothing."""
     params = SamplingParams(choices=["Ostby", "Westby", "West", "a tent"], logprobs=0)
     (whole,), (found,), (stored,) = (
         llm.chat(ASK, params, documents=[BEN, ANNA], repair=share) for share in (1, 0.999, 0)

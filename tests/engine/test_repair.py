@@ -19,7 +19,15 @@ from onestem.ops.reference import ReferenceAttention
 from onestem.pml import Documents, DocumentsPrompt, Segment, with_documents
 from onestem.request import Request, SamplingParams
 from onestem.scores import completion_tree
-from tests.engine.harness import TOLERANCE, answer, assert_idle, make_engine
+from tests.engine.harness import (
+    TOLERANCE,
+    answer,
+    assert_idle,
+    make_engine,
+    oracle_logprobs,
+    record_logprobs,
+    requests_for,
+)
 from tests.engine.pml_harness import (
     assert_seen,
     dense_logprobs,
@@ -27,6 +35,7 @@ from tests.engine.pml_harness import (
     record,
 )
 from tests.engine.test_pml_exactness import FAMILIES
+from tests.models.tiny import make_tiny
 from tests.soak import soaked
 
 HEAD = list(range(60, 70))
@@ -180,10 +189,39 @@ def test_a_repaired_prompt_is_found_again(tiny):
     assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 1
 
 
+@pytest.mark.parametrize("layers", [9, soaked(12)])
+def test_several_layers_choose(tmp_path, layers):
+    """From the middle to two thirds; of rows that choose, none goes further."""
+    path = make_tiny("llama", tmp_path, changes={"num_hidden_layers": layers})
+    shares = (0.3, 0.3, 0.0)
+    prompts = [
+        prompt_of(order, one) for order, one in zip(((0, 1, 2, 3), (0, 3, 2, 1)) * 2, shares)
+    ]
+    engine, _ = check(path, prompts, alone=True)
+    runner = engine.launcher.runner
+    assert sorted(runner.choosing_layers) == {9: [4, 5], 12: [5, 6]}[layers]
+
+
 def test_what_chose_is_found_by_none_that_answer(tiny):
     prompts = [prompt_of((0, 1, 2, 3), repair) for repair in (0.2, 0.0, 0.3)]
     _, outputs = check(tiny("llama"), prompts, alone=True)
-    assert outputs["1"].metrics.num_computed_tokens == len(QUESTION) + 3  # what leads documents
+    computed = [outputs[name].metrics.num_computed_tokens for name in ("1", "2")]
+    assert computed[0] == len(QUESTION) + 3  # what leads documents
+    assert computed[1] < computed[0] + prompts[2].num_repaired + len(QUESTION) + 3
+
+
+def test_what_all_may_find_goes_through_all_layers(tiny):
+    """The step that chooses begins with the last token that sees no document."""
+    before = len(HEAD) + 1
+    stored = before + sum(map(len, DOCUMENTS[:3]))  # the head too
+    engine = make_engine(tiny("llama"), max_step_tokens=stored + before - 1, page_size=1)
+    prompt = prompt_of((0, 1, 2), 0.3)
+    answer(engine, [request_of("0", prompt)])
+    found, given = record_logprobs(engine), prompt.ids[: before + 9].tolist()
+    output = answer(engine, requests_for([given], max_tokens=1))["0"]
+    assert output.metrics.num_cached_tokens == before
+    (values,) = found.values()
+    assert (values - oracle_logprobs(tiny("llama"), given)[-1]).abs().max() < TOLERANCE
 
 
 def test_questions_of_other_lengths_in_one_step(tiny):
