@@ -169,6 +169,7 @@ def _operands(match: Callable) -> Callable:
         # 0.0 and -0.0 are equal, as keys too.
         if not any(both) or kind not in (int, float) or (kind is float and number == 0) or named:
             return match(self, one, other, *flags, **named)
+        # By the object of a shape, which `_wrapped_shapes` keeps for good.
         key = kind, number, id(beside.shape), beside.dtype.name, both, flags
         if key in numbers:
             return (numbers[key], other) if both[1] else (one, numbers[key])

@@ -227,14 +227,18 @@ constexpr float kOffset = 256.0f;
 template <int MASK, int BIT>
 inline vf number_at(vi words) {
   constexpr int kBit = 15;
-  words = BIT < kBit ? _mm512_slli_epi32(words, kBit - BIT) : _mm512_srli_epi32(words, BIT - kBit);
+  if constexpr (BIT < kBit) {
+    words = _mm512_slli_epi32(words, kBit - BIT);
+  } else {
+    words = _mm512_srli_epi32(words, BIT - kBit);
+  }
   const vi offset = float_bits(all(kOffset));
   return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, all(MASK << kBit), offset, 0xea));
 }
 
 // The nearest bfloat16s, side by side. Ties go away from zero in the first and towards it in the second,
-// so that they do not add up. An instruction that converts would have all of the first before the second.
-// NaN stays one if it is quiet, and its fraction not of ones alone.
+// so that they do not add up. An instruction that converts would have all of the first before the second,
+// and `round_to_bf16` takes twice as many. NaN stays one if it is quiet, its fraction not of ones alone.
 inline vi bf16_pairs(vf first, vf second) {
   const vi low = _mm512_srli_epi32(add(float_bits(first), all(0x8000)), 16);
   const vi high = add(float_bits(second), all(0x7fff));

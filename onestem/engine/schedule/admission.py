@@ -424,8 +424,8 @@ class SequenceFactory:
         """Set what a request's sequences compute and import; None: the prompt as it is."""
         request = state.request
         if compiled is not None:
-            salts, chooses = (request.cache_salt, request.module_salt), compiled is request.pml
-            chooses = chooses and _chooses(compiled)
+            salts = request.cache_salt, request.module_salt
+            chooses = compiled is request.pml and _chooses(compiled)
             state.pml = PmlPrompt(compiled, *salts, self.config, chooses=chooses)
         state.most_tokens = self._most_tokens(state)
 
