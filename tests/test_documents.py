@@ -100,17 +100,20 @@ def test_documents_are_stored_after_what_the_caller_gives(llm):
     assert computed["text"] > len(given)
 
 
-def test_choices(llm):
-    """Where all is repaired that can be, they are nearer to whole prompts' than with nothing."""
+@pytest.mark.parametrize("order", [(ANNA, BEN), (BEN, ANNA)], ids=("anna", "ben"))
+def test_choices(llm, order):
+    """Where all is repaired that can be, those of whole prompts, and nearer than with nothing."""
     params = SamplingParams(choices=["Ostby", "Westby", "West", "a tent"], logprobs=0)
     (whole,), (found,), (stored,) = (
-        llm.chat(ASK, params, documents=[BEN, ANNA], repair=share) for share in (1, 0.999, 0)
+        llm.chat(ASK, params, documents=list(order), repair=share) for share in (1, 0.999, 0)
     )
     mine, its, far = (one.outputs[0] for one in (found, whole, stored))
     assert found.metrics.num_computed_tokens > 0
     assert (mine.text, mine.choice, mine.token_ids) == (its.text, its.choice, its.token_ids)
     least, off = (abs(one.cumulative_logprob - its.cumulative_logprob) for one in (mine, far))
     assert 2 * least < off
+    if order[0] is ANNA:  # in the other order a block is left that counts for more
+        assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=0.05)
     assert len(mine.logprobs) == len(mine.token_ids)
 
 
