@@ -161,5 +161,7 @@ def _segments(
 
 def _stretches(marks: np.ndarray, first: int, end: int) -> list[tuple[int, int]]:
     """Where `marks` is True from first to end-1, as ranges."""
-    edges = np.flatnonzero(np.diff(np.pad(marks[first:end].astype(np.int8), 1))) + first
+    padded = np.zeros(end - first + 2, bool)
+    padded[1:-1] = marks[first:end]
+    edges = (padded[1:] != padded[:-1]).nonzero()[0] + first
     return [(a, b) for a, b in edges.reshape(-1, 2).tolist()]

@@ -22,6 +22,7 @@ import numpy as np
 
 from onestem.cache import ModuleRun, ModuleStore
 from onestem.models.description import Description
+from onestem.ops.work.arrays import ragged
 from onestem.pml import CompiledPrompt, DocumentsPrompt, Segment
 from onestem.tree import Label, Stretch
 
@@ -101,7 +102,8 @@ class PmlPrompt:
         self.module_salt = module_salt
         self._chooses = chooses
         self.moves = model is not None and model.sees_distances
-        positions = np.concatenate([np.arange(s.position, s.end) for s in own])
+        firsts, counts = np.array([(s.position, s.in_use) for s in own]).T
+        positions = ragged(firsts, counts)
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
         may_jump = model is not None and not model.asks_for_places
         joins = may_jump and isinstance(compiled, DocumentsPrompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class Kernels:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
-    @property
+    @cached_property
     def cost(self) -> CostModel:
         """The cost model that decides about sharing and cuts."""
         return self.config.cost(self.num_sms)

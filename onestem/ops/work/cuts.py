@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onestem.ops.work.arrays import before, ragged
+from onestem.ops.work.arrays import before, is_first, ragged
 from onestem.ops.work.deal import dealt, late_hands
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks
@@ -215,6 +215,6 @@ def segments_of(blocks: Blocks, cuts: np.ndarray) -> Segments:
     entry = np.searchsorted(start, begin, "right") - 1
     piece = np.searchsorted(cuts, begin, "right")
     block = blocks.block[entry]
-    new = (np.diff(block, prepend=-1) != 0) | (np.diff(piece, prepend=-1) != 0)
+    new = is_first(block) | is_first(piece)
     lo = blocks.lo[entry] + begin - start[entry]
-    return Segments(entry, lo, lo + stop - begin, np.cumsum(new) - 1)
+    return Segments(entry, lo, lo + stop - begin, new.cumsum() - 1)

@@ -19,7 +19,7 @@ import numpy as np
 
 from onestem.errors import ConfigError
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
-from onestem.ops.work.arrays import argsort, before, ragged
+from onestem.ops.work.arrays import argsort, before, is_first, ragged
 from onestem.ops.work.groups import Pairs
 from onestem.ops.work.lists import (
     CLEAR_HI,
@@ -287,7 +287,7 @@ def _shared(
     segment, root = np.zeros(size, np.int64), np.zeros(size, np.int64)
     segment[cell] = ragged(number, segments)
     count = np.bincount(cell, minlength=size)
-    begins = np.flatnonzero(np.diff(atom, prepend=-1))
+    begins = is_first(atom).nonzero()[0]
     root[cell] = np.repeat(cell[begins], np.diff(np.append(begins, len(atom))))
     several = count > 1
     np.maximum.at(shared_to, atom, np.where(several, segment_start(segment + 1), 0)[cell])

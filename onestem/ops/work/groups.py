@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onestem.ops.plan import AttentionPlan
-from onestem.ops.work.arrays import argsort
+from onestem.ops.work.arrays import argsort, is_first
 from onestem.ops.work.model import CostModel
 
 
@@ -124,7 +124,7 @@ def _tree(plan: AttentionPlan, pairs: Pairs, groups: Groups, together: np.ndarra
     pair = pair[argsort(place[groups.group[pair]])]
     pair = pair[argsort(pairs.atom[pair])]
     group = groups.group[pair]
-    around = np.where(np.diff(pairs.atom[pair], prepend=-1) == 0, np.roll(group, 1), -1)
+    around = np.where(is_first(pairs.atom[pair]), -1, np.roll(group, 1))
     one = np.empty(size, np.int64)
     one[group] = around
     alike = np.ones(size, bool)  # in all atoms the same group is around it

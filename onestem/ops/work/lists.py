@@ -9,7 +9,7 @@ import numpy as np
 import onestem.ops.plan as plan_columns
 from onestem.errors import ConfigError
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
-from onestem.ops.work.arrays import argsort, before, ragged
+from onestem.ops.work.arrays import argsort, before, is_first, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
 from onestem.ops.work.groups import Groups, Pairs, shared_groups
@@ -290,8 +290,8 @@ class _Drafts:
         units = units_of(self.pairs, groups, self.plan.num_queries)
         blocks = blocks_of(self.plan, self.pairs, units, cost.tile_rows(self.group))
         if (blocks.kind[blocks.block] < len(cost.tiles) - 1).all():
-            cost = cost.reading()
-        model = replace(cost, crowd=cached * cost.crowd)
+            cost = cost.reading
+        model = cost if cached == 1 else replace(cost, crowd=cached * cost.crowd)
         cuts, split = cuts_of(blocks, model, self.num_kv_heads, self.group, cached)
         crowded = cost.crowded(2 * split[1]) if cost.together else cost
         deal = Deal(split, self.num_kv_heads, crowded)
@@ -306,7 +306,7 @@ class _Drafts:
         seen = int((pairs.spans[4] - pairs.spans[3])[pairs.span].sum())
         step = self.plan.num_rows, _tokens_of_rows(pairs)
         kept = choice if choice is not None and choice.holds(*step) else None
-        small = cost.reading()
+        small = cost.reading
         model = cost if kept is None or kept.multiply else small
         groups = self.grouped(model)
         draft = self.drafted(groups, model)
@@ -359,7 +359,7 @@ def _different_tokens(pairs: Pairs) -> int:
     """Tokens of all runs that some row sees."""
     _, _, run, first, end, _ = pairs.spans
     order = argsort(run)
-    start = np.flatnonzero(np.diff(run[order], prepend=-1))
+    start = is_first(run[order]).nonzero()[0]
     first, end = np.minimum.reduceat(first[order], start), np.maximum.reduceat(end[order], start)
     return int((end - first).sum())
 
@@ -420,7 +420,7 @@ def draft_of(
 ) -> Draft:
     """Items of blocks cut at `cuts` (`cuts_of`), dealt out."""
     segments = segments_of(blocks, cuts)
-    head = np.flatnonzero(np.diff(segments.item, prepend=-1))  # the first segment of each item
+    head = is_first(segments.item).nonzero()[0]  # the first segment of each item
     block = blocks.block[segments.entry[head]]
     kind, count, widest = blocks.kind[block], blocks.num_rows[block], len(cost.tiles) - 1
     length = blocks.hi - blocks.lo
@@ -463,10 +463,8 @@ def listed(
 ) -> WorkList:
     """The arrays of a work list, its items in order; see its attributes."""
     walks, count, order = draft.walks, draft.count, draft.order
-    head = np.flatnonzero(np.diff(walks.item, prepend=-1))  # the first entry of each item
-    entries = walks.words
-    more = np.ones(len(entries), bool)
-    more[head] = False
+    is_head = is_first(walks.item)  # the first entry of each item
+    head, more, entries = is_head.nonzero()[0], ~is_head, walks.words
 
     records = np.zeros((len(head), RECORD), np.int32)
     num_walk = np.diff(np.append(head, len(entries)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -91,6 +92,7 @@ class CostModel:
         rows = [tile.block_m // group for tile in self.tiles]
         return np.array(rows if self.multiply else [*rows[:-1], rows[-2]])
 
+    @cached_property
     def reading(self) -> CostModel:
         """The model of lists whose items all read: no program begins late, since the kernel of
         these has less code (`Kernels.most_queries`)."""
