@@ -4,8 +4,9 @@
                                  [--parts first orders library]
 
 `first`: the time to the first token of a prompt of five documents of 1,000 tokens and a question of
-50, whose documents are in KV memory (in other prompts' order) against the same prompt computed
-whole; and the floor: rows that are computed, of rows that the whole prompt has. `orders`: 64
+50, whose documents are in KV memory (in other prompts' order) against the same prompt whole: all of
+it computed, or all behind its first document, which is in KV memory as a prefix; and the floors:
+rows that are computed, of rows that the whole prompt has to compute. `orders`: 64
 prompts over 40 documents of 1,000 tokens, five each in random order: tokens computed and requests a
 second, against prefix sharing. `library`: 64 prompts in PML over ten modules of 1,000 tokens, three
 each, none where it was stored: requests a second, against modules in their places. The two take
@@ -84,26 +85,25 @@ def times_as_fast(ours: Sequence[tuple[float, int]], whole: Sequence[tuple[float
 
 def first_tokens(llm: LLM, repair: float, turns: int) -> dict[str, Any]:
     """The first token of 5,000 tokens of documents and a question."""
-    found: dict[float, list[tuple[float, int]]] = {repair: [], 1.0: []}
+    # By what is computed before: documents with others' prompts, each behind the head; or none.
+    ways = {"": ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4)), "whole, ": ((0,),), "all computed, ": ()}
+    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for turn in range(turns + 1):
-        for share in (repair, 1.0):
-            prompts = Prompts(llm, 5, seed=2 * turn + (share == 1.0))
-            # Repaired ones are all computed with others' prompts, each behind the head.
-            before = ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4)) if share < 1 else ((0,),)
+        for seed, (way, before) in enumerate(ways.items(), 3 * turn):
+            prompts, share = Prompts(llm, 5, seed), 1.0 if way else repair
             for order in before:
-                run(llm, [prompts.request(order, float(share == 1.0), ONE_TOKEN)])
+                run(llm, [prompts.request(order, float(way != ""), ONE_TOKEN)])
             seconds, outputs = run(llm, [prompts.request((0, 3, 1, 4, 2), share, ONE_TOKEN)])
             if turn:
-                found[share].append((seconds, computed(outputs)))
-    ours, whole = found[repair], found[1.0]
-    return {
-        "milliseconds": [round(seconds * 1000, 1) for seconds, _ in ours],
-        "whole, milliseconds": [round(seconds * 1000, 1) for seconds, _ in whole],
-        "tokens computed": ours[0][1],
-        "whole, tokens computed": whole[0][1],
-        "times as fast": times_as_fast(ours, whole),
-        "floor, times as fast": round(whole[0][1] / ours[0][1], 3),
-    }
+                found[way].append((seconds, computed(outputs)))
+    ours, result = found[""], {}
+    for way, those in found.items():
+        result[f"{way}milliseconds"] = [round(seconds * 1000, 1) for seconds, _ in those]
+        result[f"{way}tokens computed"] = those[0][1]
+        if way:
+            result[f"{way}times as fast"] = times_as_fast(ours, those)
+            result[f"{way}floor, times as fast"] = round(those[0][1] / ours[0][1], 3)
+    return result
 
 
 def orders(llm: LLM, repair: float, turns: int, size: tuple[int, int, int]) -> dict[str, Any]:
