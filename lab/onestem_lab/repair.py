@@ -6,7 +6,8 @@
 `first`: the time to the first token of a prompt of five documents of 1,000 tokens and a question of
 50, whose documents are in KV memory (in other prompts' order) against the same prompt whole: all of
 it computed, or all behind its first document, which is in KV memory as a prefix; and the floors:
-rows that are computed, of rows that the whole prompt has to compute. `orders`: 64
+rows that are computed, of rows that the whole prompt has to compute. Each is timed directly after
+another whole prompt, so that a GPU has the same clocks. `orders`: 64
 prompts over 40 documents of 1,000 tokens, five each in random order: tokens computed and requests a
 second, against prefix sharing. `library`: 64 prompts in PML over ten modules of 1,000 tokens, three
 each, none where it was stored: requests a second, against modules in their places. The two take
@@ -93,6 +94,7 @@ def first_tokens(llm: LLM, repair: float, turns: int) -> dict[str, Any]:
             prompts, share = Prompts(llm, 5, seed), 1.0 if way else repair
             for order in before:
                 run(llm, [prompts.request(order, float(way != ""), ONE_TOKEN)])
+            run(llm, [Prompts(llm, 5, 10**6 + seed).request(range(5), 1.0, ONE_TOKEN)])
             seconds, outputs = run(llm, [prompts.request((0, 3, 1, 4, 2), share, ONE_TOKEN)])
             if turn:
                 found[way].append((seconds, computed(outputs)))
