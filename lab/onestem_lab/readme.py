@@ -26,6 +26,7 @@ LEFT, WIDTH, ROOM, BAR, ROW, TOP = 364, 824, 290, 12, 40, 34
 ORDERS = {"shuffled": "shuffled", "sorted": "sorted", "round-robin": "prefixes in turn"}
 MODELS = {
     "llama3.1-8b": "Llama-3.1-8B",
+    "llama3.2-1b": "Llama-3.2-1B",
     "gemma3-12b": "Gemma 3 12B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "qwen3.5-9b": "Qwen3.5-9B",
