@@ -107,6 +107,25 @@ def test_generate(model):
     )
 
 
+def test_a_prompt_may_come_through_a_pipe(model):
+    def piped(text: bytes, *more: str) -> subprocess.CompletedProcess[bytes]:
+        command = ["-m", "onestem", "generate", "--model", str(model), "--max-tokens", "1", *more]
+        return subprocess.run(
+            [sys.executable, *command, "--json"], input=text, capture_output=True, env=CPU
+        )
+
+    assert json.loads(piped("two\n模\n".encode()).stdout)["prompt"] == "two\n模"
+    assert json.loads(piped(b"not this", "this").stdout)["prompt"] == "this"
+    nothing, bad = piped(b" \n"), piped(b"\xff")
+    assert (nothing.returncode, nothing.stderr) == (
+        2,
+        b"onestem: there is no prompt: nothing came through the pipe\n",
+    )
+    assert bad.returncode == 2
+    assert bad.stderr.startswith(b"onestem: the prompt is not UTF-8: ")
+    assert bad.stderr.count(b"\n") == 1
+
+
 def test_errors_are_one_line_and_exit_2(model, tmp_path):
     for args, message in (
         (("generate", "--model", tmp_path / "none", "x"), "no directory"),

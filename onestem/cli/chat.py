@@ -51,7 +51,7 @@ def chat(
         raise ConfigError(
             f"{llm.name} has no chat template: `onestem generate` goes on with a text"
         )
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  (editing and history in `input`)
 
@@ -171,7 +171,7 @@ class Conversation:
 def _lines(is_terminal: bool) -> Iterator[str]:
     """What is typed, or lines of the standard input."""
     if not is_terminal:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        yield from (line.rstrip("\n") for line in sys.stdin or ())
         return
     while True:
         try:

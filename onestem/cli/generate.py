@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -13,8 +14,11 @@ from onestem.options import EngineOptions
 
 @options.with_options
 def generate(
-    prompts: Annotated[list[str], typer.Argument(help="One prompt or more.")],
     engine: EngineOptions,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="One prompt or more (default: what comes through a pipe, as one)."),
+    ] = None,
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128,
     temperature: options.Temperature = None,
@@ -47,6 +51,7 @@ def generate(
 
     if system is not None and chat is False:
         raise ConfigError("--system is for chats, and --raw has none: leave one of them out")
+    prompts = prompts or [_piped()]
     params = SamplingParams(
         n=n,
         max_tokens=max_tokens,
@@ -75,3 +80,18 @@ def generate(
             continue
         for answer in output.outputs:
             typer.echo(answer.text)
+
+
+def _piped() -> str:
+    """The standard input, without the end of its last line."""
+    from onestem.errors import ConfigError
+
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("there is no prompt: write one, or send it through a pipe")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8: {error}") from error
+    if not text.strip():
+        raise ConfigError("there is no prompt: nothing came through the pipe")
+    return text.removesuffix("\n")
