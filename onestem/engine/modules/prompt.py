@@ -22,7 +22,6 @@ import numpy as np
 
 from onestem.cache import ModuleRun, ModuleStore
 from onestem.models.description import Description
-from onestem.ops.work.arrays import ragged
 from onestem.pml import CompiledPrompt, DocumentsPrompt, Segment
 from onestem.tree import Label, Stretch
 
@@ -102,8 +101,7 @@ class PmlPrompt:
         self.module_salt = module_salt
         self._chooses = chooses
         self.moves = model is not None and model.sees_distances
-        firsts, counts = np.array([(s.position, s.in_use) for s in own]).T
-        positions = ragged(firsts, counts)
+        positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
         may_jump = model is not None and not model.asks_for_places
         joins = may_jump and isinstance(compiled, DocumentsPrompt)
