@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from onestem.build import pick_device, pick_dtype
-from onestem.cli import main
+from onestem.cli import main, options
 from onestem.cli.app import app
 from onestem.cli.bench import LAB
 from onestem.engine.text.tokenizer import Tokenizer
-from onestem.errors import ConfigError, JobError
+from onestem.errors import ConfigError, JobError, OnestemError
 from onestem.jobs import run_file
 from onestem.llm import LLM
 from onestem.models.config import ModelConfig
@@ -105,6 +105,18 @@ def test_generate(model):
         len(onestem("generate", "--model", model, "a", "b", "--max-tokens", 1).stdout.splitlines())
         >= 2
     )
+
+
+def test_an_answer_that_ends_with_an_error_is_said(model, monkeypatch):
+    with LLM(model, dtype="float32", kv_memory="4MiB", device="cpu") as llm:
+        logits = llm.decoder.logits
+        monkeypatch.setattr(llm.decoder, "logits", lambda hidden: logits(hidden) * float("nan"))
+        monkeypatch.setattr(options, "load_llm", lambda _: llm)
+        done = CliRunner().invoke(app, ["generate", "a", "b", "--raw", "--json"])
+    assert isinstance(done.exception, OnestemError)
+    assert str(done.exception).startswith("prompt 1: the logits are not finite")
+    reasons = [json.loads(line)["outputs"][0]["finish_reason"] for line in done.stdout.splitlines()]
+    assert reasons == ["error", "error"]
 
 
 def test_a_prompt_may_come_through_a_pipe(model):

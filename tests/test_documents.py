@@ -124,7 +124,14 @@ def test_choices(llm, order):
         ({"documents": [5]}, r"documents\[0\] is 5, expected text that is not blank, or an obj"),
         ({"documents": ["a", " \n"]}, r"documents\[1\] is ' \\n', expected text that is not blank"),
         ({"documents": [{"title": "a"}]}, r"documents\[0\] is \{'title': 'a'\}, expected text"),
-        ({"documents": [{"text": "a", "title": 5}]}, r"documents\[0\]: title is 5, expected text"),
+        (
+            {"documents": [{"text": "a", "title": 5}]},
+            r"documents\[0\] is .*, expected an object whose title is text",
+        ),
+        (
+            {"lead_in": {"text": "a", "title": 5}, "repair": 0.5},
+            "^lead_in is .*, expected an object whose title is text",
+        ),
         ({"documents": [["a"], ["b"]]}, "2 lists of documents for 1 conversations"),
         ({"documents": ["a"] * 1025}, "documents has 1025 .*, limit is 1024"),
         ({"repair": 0.5}, "repair needs documents: leave it out"),
@@ -268,6 +275,13 @@ def test_a_model_is_checked_with_own_chats(llm, tmp_path):
     shown = CliRunner().invoke(app, [*arguments, *options]).stdout.splitlines()
     assert [line.split()[0] for line in shown[1:3]] == ["whole", "repair"]
     assert shown[-1] == told["verdict"]
+
+
+def test_an_answer_that_ends_with_an_error_is_no_text(llm, monkeypatch):
+    logits = llm.decoder.logits
+    monkeypatch.setattr(llm.decoder, "logits", lambda hidden: logits(hidden) * nan)
+    with pytest.raises(OnestemError, match=r"^here:1: the logits are not finite"):
+        ask_all(llm, [Asked("here:1", ASK, [ANNA, BEN], "Anna")], [0.5], 6)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def generate(
             continue
         for answer in output.outputs:
             typer.echo(answer.text)
+    for number, output in enumerate(outputs, start=1):
+        options.check_answered(output, f"prompt {number}")
 
 
 def _piped() -> str:

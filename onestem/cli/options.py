@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_
 import typer
 from pydantic.fields import FieldInfo
 
-from onestem.errors import ConfigError
+from onestem.errors import ConfigError, OnestemError
 from onestem.files import check_apart
 from onestem.options import Defaults, EngineOptions, Options, extra_of
 
 if TYPE_CHECKING:
     from onestem.llm import LLM
+    from onestem.request import RequestOutput
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -147,6 +148,13 @@ def named_model(context: typer.Context, engine: EngineOptions, name: str | None)
 def has_template(llm: LLM) -> bool:
     """Whether a model has a chat template."""
     return llm.tokenizer is not None and llm.tokenizer.has_chat_template
+
+
+def check_answered(output: RequestOutput, place: str) -> None:
+    """Raise `OnestemError` for an answer that ended with an error."""
+    for answer in output.outputs:
+        if answer.finish_reason == "error":
+            raise OnestemError(f"{place}: {answer.stop_reason}")
 
 
 def load_llm(options: EngineOptions) -> LLM:

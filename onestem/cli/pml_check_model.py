@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onestem.checked import Object
+from onestem.cli.options import check_answered
 from onestem.cli.pml_questions import marked, read_lines
 from onestem.errors import RequestError
 from onestem.request import Completion, SamplingParams
@@ -108,6 +109,7 @@ def ask_all(
         outputs = [answer.outputs[0] for answer in answers]
         whole = whole or outputs
         for one, answer, output, first in zip(facts, answers, outputs, whole, strict=True):
+            check_answered(answer, one["prompt"])
             one["texts"][name] = output.text
             one["computed_tokens"][name] = answer.metrics.num_computed_tokens
             one["logprobs"][name] = _gain(output, first)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from onestem.batch.lines import lines_of, open_file, unseen
 from onestem.checked import Object, check
+from onestem.cli.options import check_answered
 from onestem.cli.pml_run import load_library
 from onestem.errors import ConfigError
 from onestem.openai.read import read_object
@@ -92,6 +93,7 @@ def ask_all(
     for isolation in isolations:
         outputs = llm.generate_pml(prompts, params, isolation=isolation)
         for one, output in zip(facts, outputs, strict=True):
+            check_answered(output, one["prompt"])
             one["texts"][isolation] = output.outputs[0].text
             one["computed_tokens"][isolation] = output.metrics.num_computed_tokens
     return [marked(one) for one in facts]

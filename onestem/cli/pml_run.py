@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onestem.cli.options import check_answered
 from onestem.errors import ConfigError
 from onestem.pml import PmlError, Prompt, Schema, read
 from onestem.progress import progress_bar
@@ -47,6 +48,7 @@ def load_library(llm: LLM, prompt_file: Path, prompt: Prompt, schemas: list[Path
 
 def answer_facts(output: RequestOutput) -> dict[str, Any]:
     """Texts of an answer and its cost, for JSON; times in seconds."""
+    check_answered(output, "the prompt")
     metrics = output.metrics
     assert metrics.first_token_time is not None
     return {

@@ -212,7 +212,7 @@ def _document(value: object) -> dict[str, Any]:
     for name, one in given.items():
         kinds = str if name == "title" else (str, int, float)
         if one is not None and not isinstance(one, kinds):
-            raise RequestError(f"{name} is {show(one)}, expected text")
+            raise RequestError(f"expected an object whose {name} is text")
     return without_nulls(given)
 
 

@@ -360,6 +360,24 @@ def test_the_check_sees(tiny, monkeypatch, fault):
         check(tiny("llama"), prompts, alone=True)
 
 
+@pytest.mark.parametrize("share", ["full", "storage", "off"])
+def test_what_is_taken_has_room(tiny, share):
+    prompt, found = prompt_of((0, 1, 2, 3), 0.1, lead_in=tuple(range(30, 69))), []
+    for num_pages in range(14, 48):
+        engine = make_engine(tiny("llama"), num_pages=num_pages, share=share)
+        try:
+            (output,) = answer(engine, [request_of("0", prompt)]).values()
+        except RequestError:
+            found.append(False)
+            continue
+        assert output.outputs[0].finish_reason == "length", (num_pages, output.outputs[0])
+        found.append(True)
+    assert found == sorted(found)
+    assert found[-1]
+    with pytest.raises(RequestError, match="pages for them: raise kv_memory"):
+        answer(make_engine(tiny("llama"), num_pages=14, share=share), [request_of("0", prompt)])
+
+
 def test_refuses_what_it_cannot(tiny):
     engine = make_engine(tiny("llama"), num_pages=18)
     with pytest.raises(RequestError, match="KV memory has"):

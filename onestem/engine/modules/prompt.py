@@ -74,6 +74,7 @@ class PmlPrompt:
         model: what it runs on; None: each position has its own modules, and a run no jumps.
         chooses: its question's rows are there to choose what is repaired: only others that choose
             may find them.
+        private: no other sequence may use the runs that it imports (`share="off"`).
 
     Attributes:
         tokens: ids that are computed for the prompt, in the order of their positions.
@@ -93,6 +94,7 @@ class PmlPrompt:
         model: Description | None,
         *,
         chooses: bool = False,
+        private: bool = False,
     ) -> None:
         own = [segment for segment in compiled.segments if not segment.is_encoded]
         self.encoded = tuple(segment for segment in compiled.segments if segment.is_encoded)
@@ -100,7 +102,8 @@ class PmlPrompt:
         self.salt = salt
         self.module_salt = module_salt
         self._chooses = chooses
-        self.moves = model is not None and model.sees_distances
+        self.private = private
+        self.moves = model is not None and model.sees_distances and not private
         positions = np.concatenate([np.arange(s.position, s.end) for s in own])
         self.imports = tuple(self._imports(positions, isolated=compiled.isolation == "isolated"))
         may_jump = model is not None and not model.asks_for_places
@@ -177,19 +180,15 @@ class SequenceModules:
         store: of the runs.
         prompt: what the sequence imports.
         owner: the sequence: it computes what is not there.
-        private: no other sequence may use them (`share="off"`).
 
     Attributes:
         seen: what the sequence's tokens see of them.
     """
 
-    def __init__(
-        self, store: ModuleStore, prompt: PmlPrompt, owner: object, *, private: bool
-    ) -> None:
+    def __init__(self, store: ModuleStore, prompt: PmlPrompt, owner: object) -> None:
         self.prompt = prompt
         self._store = store
         self._owner = owner
-        self._private = private
         self._runs: dict[int, ModuleRun] = {}
         for index, segment in enumerate(prompt.encoded):
             if segment.kind == "cached":
@@ -204,11 +203,11 @@ class SequenceModules:
         )
 
     def _attach(self, index: int, segment: Segment) -> None:
-        moves = self.prompt.moves and not self._private
+        moves, private = self.prompt.moves, self.prompt.private
         position = place_of(segment, moves=moves) + (self._frame(segment) if moves else 0)
         name = run_name(self.prompt.module_salt, segment, moves=moves)
-        name = (*name, id(self._owner)) if self._private else name
-        kept = not self._private and segment.kind == "cached"
+        name = (*name, id(self._owner)) if private else name
+        kept = not private and segment.kind == "cached"
         self._runs[index] = self._store.attach(
             name, segment.token_ids, position, self._owner, kept=kept
         )
@@ -265,7 +264,7 @@ class SequenceModules:
 
     def fork(self, owner: object) -> SequenceModules:
         """The same for a sequence that goes on beside this one."""
-        return SequenceModules(self._store, self.prompt, owner, private=False)
+        return SequenceModules(self._store, self.prompt, owner)
 
     def release(self) -> None:
         """Release all; others that hold unfinished runs may take them over."""

@@ -133,6 +133,7 @@ def check_for(
         page_size=options.page_size,
         deterministic=options.deterministic,
         ranks=options.tensor_parallel_size,
+        private=options.share == "off",
     )
 
 
@@ -162,13 +163,14 @@ def check_pml(
     page_size: int,
     deterministic: bool,
     ranks: int,
+    private: bool,
 ) -> None:
     """Raise `RequestError` for a prompt in PML that, with the shortest answer, does not fit in the
     model's positions or in KV memory; and for modules or documents to repair where the engine
     cannot have them.
 
     Args:
-        num_pages: pages that it could have.
+        num_pages: pages that it could have; private: see `PmlPrompt`.
     """
     compiled = request.pml
     if compiled is None:
@@ -185,7 +187,7 @@ def check_pml(
             "the model attends to: give 0 or 1"
         )
     answer_tokens = longest_choice(request, tokenizer) or 1
-    prompt = PmlPrompt(compiled, "", "", config)
+    prompt = PmlPrompt(compiled, "", "", config, private=private)
     positions = config.max_position_embeddings
     if compiled.next_position + answer_tokens > positions:
         raise RequestError(
@@ -426,7 +428,9 @@ class SequenceFactory:
         if compiled is not None:
             salts = request.cache_salt, request.module_salt
             chooses = compiled is request.pml and _chooses(compiled)
-            state.pml = PmlPrompt(compiled, *salts, self.config, chooses=chooses)
+            state.pml = PmlPrompt(
+                compiled, *salts, self.config, chooses=chooses, private=not self.together
+            )
         state.most_tokens = self._most_tokens(state)
 
     def refuse(self, request: Request, error: BaseException) -> None:

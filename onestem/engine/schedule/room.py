@@ -74,9 +74,7 @@ class Room:
         ids, limit = sequence.ids().copy(), sequence.match_limit
         sequence.run = self._cache.attach(ids, limit, sequence, sequence.stretches)
         if (pml := sequence.state.pml) is not None:
-            sequence.modules = SequenceModules(
-                self._cache.modules, pml, sequence, private=not self._cache.enabled
-            )
+            sequence.modules = SequenceModules(self._cache.modules, pml, sequence)
         while self.num_running and not self.reserved.have_room(sequence):
             if sequence.is_job or not self._give_up_job(draft):
                 self._detach(sequence)
