@@ -119,7 +119,7 @@ PAPERS = (
     *(_paper(name, gpus=0) for name in ("batch-fig9", "batch-overhead", "batch-table3")),
     *(_paper(name, gpus=0) for name in ("batch-industry", "cache-table2", "cache-table3")),
     *(_paper(f"cache-fig{n}", gpus=0) for n in (6, 7, 8)),
-    _paper("cache-fig12", gpus=0, more="--model shape:0.5b --kv-memory 3GiB"),
+    _paper("cache-fig12", 0.5, 480, gpus=0, more="--model shape:0.5b --kv-memory 3GiB"),
 )
 
 FIGURES = (
@@ -150,7 +150,13 @@ FIGURES = (
         480,
         gpus=0,
     ),
-    _ours("async-cpu", "async_streams --model shape:0.1b --device cpu --repeats 5", 300, gpus=0),
+    _ours(
+        "async-cpu",
+        "async_streams --model shape:0.1b --device cpu --kv-memory 1GiB --streams 64 "
+        "--prompt-tokens 64 --tokens 64 --repeats 5",
+        300,
+        gpus=0,
+    ),
     _ours("deterministic-cpu", "deterministic --threads 2 --models shape:0.1b", 480, gpus=0),
     _ours("attention-trees-cpu", "attention_trees --heads 8/2 --repeat 5", 300, gpus=0),
     _ours("repair-0.5b-cpu", "repair --turns 2 --kv-memory 2GiB", 300, gpus=0),
