@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "onestem"
 # From the bottom up; a module may import from its own layer's package and from lower layers.
 LAYERS = [
     (
+        "arrays",
         "errors",
         "interrupts",
         "processes",
@@ -45,6 +46,7 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 NO_TORCH = [
+    "arrays",
     "errors",
     "garbage",
     "threads",

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from onestem.arrays import before
 from onestem.batch.results import split_result_id
 from onestem.batch.sums import Sums
 from onestem.batch.workplace import Workplace, file_errors, sync_folder
@@ -166,7 +167,7 @@ class Journal:
         os.close(self._file)
         self._file = self._open()
         sizes = self._size[kept]
-        self._start[kept] = np.cumsum(sizes) - sizes
+        self._start[kept] = before(sizes)
         self._end = int(sizes.sum())
 
     def _note(self, index: int, start: int, size: int, failed: bool, output_tokens: int) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from onestem.cli import options
+from onestem.errors import ConfigError
 from onestem.options import EngineOptions
 
 
@@ -46,7 +47,6 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per prompt.")] = False,
 ) -> None:
     """Answer prompts. What they and their n answers have in common is computed once."""
-    from onestem.errors import ConfigError
     from onestem.request import SamplingParams
 
     if system is not None and chat is False:
@@ -86,8 +86,6 @@ def generate(
 
 def _piped() -> str:
     """The standard input, without the end of its last line."""
-    from onestem.errors import ConfigError
-
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("there is no prompt: write one, or send it through a pipe")
     try:

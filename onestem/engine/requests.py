@@ -121,7 +121,7 @@ class Requests:
             page_size=pool.page_size,
             deterministic=options.deterministic,
             ranks=options.tensor_parallel_size,
-            private=options.share == "off",
+            private=not self.factory.together,
         )
         # Of requests that were read and have not ended, by id.
         self._job_of: dict[str, str] = {}

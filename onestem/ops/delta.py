@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onestem.arrays import ragged
 from onestem.errors import ConfigError
 from onestem.ops.copies import on_device
 from onestem.ops.state_rows import CHUNK, FEW_ROWS, StateRows
@@ -110,7 +111,7 @@ class DeltaOps:
 
         index = np.arange(len(parts))
         part = np.repeat(index, parts[:, 1])
-        offset = np.arange(len(part)) - np.repeat(np.cumsum(parts[:, 1]) - parts[:, 1], parts[:, 1])
+        offset = ragged(np.zeros_like(index), parts[:, 1])
         taps, last = places(part, offset), places(index, parts[:, 1])[:, :-1]
         sums = sum(inputs[taps[:, i]].float() * weight[:, i].float() for i in range(keep + 1))
         out = rows.memory(x)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onestem.arrays import ragged
 from onestem.errors import ConfigError
 
 # Columns of `AttentionPlan.runs` and `AttentionPlan.spans`.
@@ -266,7 +267,7 @@ class PlanBuilder:
         at = np.cumsum(end - begin) - (end - begin)  # of their queries
         nth = np.searchsorted(begin, start, "right") - 1
         spans[shifted, ROW] = num_rows + len(before) + (at[nth] + start - begin[nth])
-        rows = np.repeat(row - at, end - begin) + np.arange(int((end - begin).sum()))
+        rows = ragged(row, end - begin)
         moved = np.stack((rows, np.repeat(known[begin // (num_rows + 1)], end - begin)), 1)
         return spans, np.concatenate((before, moved.astype(np.int32)))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onestem.arrays import before, ragged
 from onestem.errors import ConfigError
 
 # Rows that are computed as products of matrices; counted from position 0 of a sequence.
@@ -45,8 +46,7 @@ class StateRows:
         parts = np.flatnonzero(self.count > FEW_ROWS)
         lead = self.position[parts] % CHUNK
         count = -(-(lead + self.count[parts]) // CHUNK)
-        at = np.cumsum(count) - count
-        index = np.arange(count.sum()) - np.repeat(at, count)
+        at, index = before(count), ragged(np.zeros_like(count), count)
         row = np.repeat(self.first[parts] - lead, count) + index * CHUNK
         table = np.stack((np.repeat(parts, count), row), 1)
         return table.astype(np.int32), np.stack((parts, at, count), 1).astype(np.int32)

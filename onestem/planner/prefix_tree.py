@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from onestem.arrays import before, ragged
 from onestem.planner.sort import BoolArray, IntArray, SortedPrompts
 
 
@@ -55,13 +56,11 @@ class PrefixTree:
         """Item k: the nodes that are k + 1 steps below the root."""
         children = 1 + np.argsort(self.parent[1:], kind="stable")
         count = np.bincount(self.parent[1:], minlength=self.num_nodes)
-        begin = np.cumsum(count) - count
+        begin = before(count)
         found: list[IntArray] = []
         nodes = np.zeros(1, np.int64)
         while True:
-            num = count[nodes]
-            before = np.repeat(begin[nodes] - (np.cumsum(num) - num), num)
-            nodes = children[before + np.arange(len(before))]
+            nodes = children[ragged(begin[nodes], count[nodes])]
             if len(nodes) == 0:
                 return found
             found.append(nodes)

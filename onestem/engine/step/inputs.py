@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from onestem.arrays import ragged
 from onestem.cache import PagePool, Run
 from onestem.engine.modules.prompt import ImportedRun
 from onestem.engine.sequence import Chunk, ScoreSpan, Sequence
@@ -19,7 +20,6 @@ from onestem.engine.step.choices import ChoiceRows
 from onestem.engine.step.sequence_table import Columns
 from onestem.ops import AttentionPlan, PlanBuilder, StateRows, windowed
 from onestem.ops.plan import END, FIRST, ROW, ROWS, RUN, RUN_LEN, RUN_PAGES, SPAN_FIELDS
-from onestem.ops.work.arrays import ragged
 
 # Page ids that a decode's own run may take before its plan must be laid out again.
 SLACK_PAGES = 8

@@ -9,6 +9,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onestem.arrays import before, ragged
 from onestem.ops.copies import on_device
 from onestem.ops.sampling import Penalties
 from onestem.ops.sampling.rows import RowTable
@@ -186,7 +187,7 @@ class TritonPenalties(Penalties):
             )  # fmt: skip
 
     def _put(self, places: _Ids, lengths: _Ids, ids: list[_Ids], counts: list[_Ids]) -> None:
-        where = on_device(_entries(self._starts[places], lengths), self._device)
+        where = on_device(ragged(self._starts[places], lengths), self._device)
         for target, values in ((self._ids, ids), (self._counts, counts)):
             target[where] = on_device(np.concatenate(values).astype(np.int32), self._device)
 
@@ -207,19 +208,14 @@ class TritonPenalties(Penalties):
         self._most[gone] = 0
         self._released.clear()
         rooms = np.maximum(2 * self._most, _ENTRIES)
-        starts = np.cumsum(rooms) - rooms
+        starts = before(rooms)
         kept = np.minimum(self._most, self._rooms)
-        old = on_device(_entries(self._starts, kept), self._device)
-        new = on_device(_entries(starts, kept), self._device)
+        # Places of entries, one list after the other.
+        old = on_device(ragged(self._starts, kept), self._device)
+        new = on_device(ragged(starts, kept), self._device)
         for name in ("_ids", "_counts"):
             grown = self._zeros(int(rooms.sum()))
             grown[new] = getattr(self, name)[old]
             setattr(self, name, grown)
         self._starts, self._rooms = starts, rooms
         self._starts_there = on_device(starts, self._device)
-
-
-def _entries(starts: _Ids, lengths: _Ids) -> _Ids:
-    """Places of the entries of lists, one list after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onestem.ops.work.arrays import before, is_first, ragged
+from onestem.arrays import before, is_first, ragged
 from onestem.ops.work.deal import dealt, late_hands
 from onestem.ops.work.model import CostModel
 from onestem.ops.work.units import Blocks

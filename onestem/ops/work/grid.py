@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onestem.arrays import argsort, before, is_first, ragged
 from onestem.errors import ConfigError
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
-from onestem.ops.work.arrays import argsort, before, is_first, ragged
 from onestem.ops.work.groups import Pairs
 from onestem.ops.work.lists import (
     CLEAR_HI,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onestem.arrays import argsort, is_first
 from onestem.ops.plan import AttentionPlan
-from onestem.ops.work.arrays import argsort, is_first
 from onestem.ops.work.model import CostModel
 
 

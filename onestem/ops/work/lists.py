@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import onestem.ops.plan as plan_columns
+from onestem.arrays import argsort, before, is_first, ragged
 from onestem.errors import ConfigError
 from onestem.ops.plan import RUN_OFFSET, RUN_PAGES, RUN_POSITION, AttentionPlan
-from onestem.ops.work.arrays import argsort, before, is_first, ragged
 from onestem.ops.work.cuts import Segments, cuts_of, segments_of, tile_columns
 from onestem.ops.work.deal import Deal
 from onestem.ops.work.groups import Groups, Pairs, shared_groups

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onestem.arrays import argsort, before, ragged
 from onestem.ops.plan import AttentionPlan
-from onestem.ops.work.arrays import argsort, before, ragged
 from onestem.ops.work.groups import Groups, Pairs
 
 

@@ -1,4 +1,4 @@
-"""Small helpers on ragged arrays."""
+"""Small helpers on arrays of numpy."""
 
 from __future__ import annotations
 
