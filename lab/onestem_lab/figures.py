@@ -3,9 +3,10 @@
     python -m onestem_lab.figures --machine cpu|h100|h200|2xh100|2xh200|4xh100|4xh200
 
 Each figure is one command and the file below lab/results that it writes, which the README,
-lab/notes/papers.md and the comparison pages read. A figure whose file has this commit already is
-done; so a command that was stopped goes on where it was. In one call as many figures are begun as
---seconds allow by their own limits. Afterwards `scripts/docs` writes the pages.
+lab/notes/papers.md and the comparison pages read. A figure whose file has this commit, or another
+with the same package, is done; so a command that was stopped goes on where it was. In one call as
+many figures are begun as --seconds allow by their own limits. Afterwards `scripts/docs` writes the
+pages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +45,7 @@ class Figure:
         command: arguments of `python -m`. `{out}` is the file, `{folder}` the one that it is in,
             `{peers}` that of the peers' environments (`onestem_lab/peers/install`), `{llama}` a
             llama-server, `{gguf}` SmolLM2's file.
-        seconds: it is ended then. At most 8 minutes.
+        seconds: it is ended then. At most 8 minutes, but where one run of a peer takes longer.
         gpus: that it runs on; 0: a CPU.
         peer: whether it needs vLLM for GPUs.
     """
@@ -67,12 +69,14 @@ def _ours(name: str, arguments: str, seconds: int, gpus: int = 1) -> Figure:
     return Figure(name, f"onestem_lab.{arguments} --out {{out}}", seconds, gpus)
 
 
-def _peers(case: str, more: str = "", suffix: str = "-amx") -> Figure:
+def _peers(case: str, more: str = "", suffix: str = "-amx", seconds: int = 480) -> Figure:
+    """A case beside vLLM, with the settings that were its best in a sweep."""
     command = (
         f"onestem_lab.peers.run {case} --environments {{peers}} --engines onestem,vllm --threads 2 "
+        "--best-from lab/results/sweep-0.1b-4x16-amx.json "
         f"--stay --resume --repeats 5 {more} --suffix={suffix}"
     )
-    return Figure(f"peers-{case}{suffix}", command, 480, gpus=0)
+    return Figure(f"peers-{case}{suffix}", command, seconds, gpus=0)
 
 
 def _paper(name: str, part: float = 1, seconds: int = 240, gpus: int = 1, more: str = "") -> Figure:
@@ -136,11 +140,18 @@ FIGURES = (
         _ours(f"tiers-8b-{{kind}}-{part}", f"tiers --model shape:llama3.1-8b --parts {part}", 300)
         for part in ("first", "job", "beside", "sessions")
     ),
+    _ours(
+        "repair-first-llama3.1-8b-cuda",
+        "repair --model shape:llama3.1-8b --device cuda --parts first --turns 25 --kv-memory 64GiB",
+        240,
+    ),
     # Two and four GPUs.
     _ours("tensor-parallel-{kind}", "tensor_parallel --size 2 --repeats 3", 480, gpus=2),
     _ours("tensor-parallel-4-{kind}", "tensor_parallel --size 4 --repeats 3", 480, gpus=4),
     # A CPU.
-    *(_peers(f"0.1b-{sizes}") for sizes in ("4x16", "1x64", "64x1", "60x8", "60x8-sorted")),
+    *(_peers(f"0.1b-{sizes}") for sizes in ("4x16", "1x64", "64x1")),
+    # A run of vLLM took 700 s.
+    *(_peers(f"0.1b-{sizes}", seconds=3600) for sizes in ("60x8", "60x8-sorted")),
     *(_peers(f"0.5b-{sizes}") for sizes in ("4x16", "1x64", "64x1")),
     _peers("0.1b-4x16", f"--set {PAIRS}", suffix="-pairs-amx"),
     _ours(
@@ -245,11 +256,23 @@ def _outcome(
 
 
 def is_done(out: Path) -> bool:
-    """Whether a result is there that this commit measured."""
+    """Whether a result is there that this commit measured, or another with the same package."""
     if not out.exists():
         return False
     found = json.loads(out.read_text())
-    return isinstance(found, dict) and found.get("commit") == commit()
+    named = found.get("commit") if isinstance(found, dict) else None
+    if named is None or named == commit():
+        return named is not None
+    package = _package(commit())
+    return package is not None and _package(named) == package
+
+
+@cache
+def _package(named: str) -> str | None:
+    """What git calls the package's files at a commit; None: it has no such commit."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{named}:onestem"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def _run(command: Sequence[str], lines: IO[str], seconds: float) -> str | None:
