@@ -56,7 +56,7 @@ from onestem_lab import scores
 from onestem_lab.cases import prompts_of
 from onestem_lab.lengths import parse_lengths
 from onestem_lab.peers.vllm_process import Vllm, absent_vllm
-from onestem_lab.results import device_name, machine, write
+from onestem_lab.results import UNFINISHED, device_name, machine, write
 
 ROOM = 16  # positions beside the longest request
 MEMORY_SECONDS = 20.0  # for memory of a process that ended
@@ -218,7 +218,7 @@ def main() -> None:
     engines = our_engines(options)
     for name, settings in engines.items():
         if options.out is not None:
-            write(options.out, result)  # what there is, should this be cut short
+            write(options.out, result | {UNFINISHED: True})  # should this be cut short
         began = time.perf_counter()
         with LLM(
             options.model, device=options.device, dtype="bfloat16", kv_memory=options.kv_memory,

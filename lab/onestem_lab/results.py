@@ -24,6 +24,7 @@ __all__ = [
     "LAB",
     "RESULTS",
     "ROOT",
+    "UNFINISHED",
     "UNKNOWN",
     "commit",
     "commit_of",
@@ -42,6 +43,8 @@ RESULTS = LAB / "results"
 COMMIT = "ONESTEM_COMMIT"
 """Environment variable: the commit of sources that were copied without git."""
 UNKNOWN = "unknown"
+UNFINISHED = "unfinished"
+"""Field of a result that is true while its command still measures."""
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 

@@ -15,7 +15,7 @@ from onestem_lab import figures
 from onestem_lab.figures import FIGURES, Figure
 from onestem_lab.papers.registry import EXPERIMENTS
 from onestem_lab.peers.cases import CASES
-from onestem_lab.results import commit
+from onestem_lab.results import UNFINISHED, commit
 
 WRITES = """
 import json, sys, time
@@ -85,9 +85,10 @@ def test_a_figure_of_this_commit_is_measured_once(lab, tmp_path, capsys) -> None
     )
     assert lab(capsys, commit())[1].startswith("paper/one: done\n")
     assert (tmp_path / "out/paper/runs").read_text() == "x"
-    (tmp_path / "out/paper/one.json").write_text(json.dumps({"commit": "an older one"}))
-    assert lab(capsys, commit())[1].startswith("paper/one: measured\n")
-    assert (tmp_path / "out/paper/runs").read_text() == "xx"
+    for found in ({"commit": "an older one"}, {"commit": commit(), UNFINISHED: True}):
+        (tmp_path / "out/paper/one.json").write_text(json.dumps(found))
+        assert lab(capsys, commit())[1].startswith("paper/one: measured\n")
+    assert (tmp_path / "out/paper/runs").read_text() == "xxx"
 
 
 def test_a_commit_with_the_same_package_will_do(lab, tmp_path, monkeypatch, capsys) -> None:

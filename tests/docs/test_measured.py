@@ -31,7 +31,7 @@ def test_every_case_beside_vllm_is_shown():
     """The worst as well as the best."""
     picture = (readme.ROOT / "docs" / "beside-vllm-light.svg").read_text()
     cases = [json.loads(path.read_text()) for path in readme.RESULTS.glob("peers-*-amx.json")]
-    assert len(cases) == 8
+    assert len(cases) == 9
     for case in cases:
         times = case["onestem_against"]["vllm"]
         shown = f"({times['median']:.1f}x; {times['min']:.1f} to {times['max']:.1f})"
