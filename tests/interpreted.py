@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -24,6 +25,7 @@ def hasten() -> None:
         (interpreter.InterpretedFunction, "__call__", _patch_once),
         (interpreter, "_patch_attr", _call_straight),
         (interpreter, "_get_np_dtype", _types_by_name),
+        (interpreter.InterpreterBuilder, "get_all_ones_value", _all_ones),
         (core.dtype, "__eq__", _same_is_equal),
         (core.block_type, "__init__", _checked_shapes),
         (core.block_type, "to_ir", _types_as_they_are),
@@ -80,6 +82,16 @@ def _types_by_name(find: Callable) -> Callable:
         return found[name]
 
     return numpy_type
+
+
+def _all_ones(_: Callable) -> Callable:
+    """Of unsigned types too, for which numpy refuses a -1."""
+
+    def made(self: Any, type: Any) -> Any:
+        ones = ~np.zeros(1, interpreter._get_np_dtype(type))
+        return interpreter.TensorHandle(ones, type.scalar)
+
+    return made
 
 
 def _same_is_equal(equal: Callable) -> Callable:
