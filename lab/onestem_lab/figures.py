@@ -230,7 +230,8 @@ def _outcome(
 ) -> str:
     """What came of a figure: `done` before, `measured` now, `failed: ...` or `not run: ...`."""
     out = folder / f"{figure.name}.json"
-    if is_done(out):
+    of_cpu = figure.gpus == 0
+    if is_done(out, of_cpu=of_cpu):
         return "done"
     if figure.peer and (missing := absent_vllm()):
         return f"not run: {missing}"
@@ -249,9 +250,9 @@ def _outcome(
     with log.open("w") as lines:
         why = _run(shlex.split(figure.command.format(**words)), lines, figure.seconds)
     written = RESULTS / f"{figure.name}.json"  # by commands that have no --out
-    if why is None and not is_done(out) and is_done(written):
+    if why is None and not is_done(out, of_cpu=of_cpu) and is_done(written, of_cpu=of_cpu):
         shutil.copy(written, out)
-    if why is None and not is_done(out):
+    if why is None and not is_done(out, of_cpu=of_cpu):
         why = f"it wrote no result of {commit()}"
     if why is not None:
         return f"failed: {why}; see {log}"
@@ -259,26 +260,23 @@ def _outcome(
     return "measured"
 
 
-def is_done(out: Path) -> bool:
-    """Whether a result is there that this commit measured, or another with the same package."""
+def is_done(out: Path, *, of_cpu: bool = True) -> bool:
+    """Whether a result is there that this commit measured, or another with the same package. Its
+    parts for a CPU alone make no difference to a GPU's figures."""
     if not out.exists():
         return False
     found = json.loads(out.read_text())
-    if not isinstance(found, dict) or found.get(UNFINISHED):
+    if not isinstance(found, dict) or found.get(UNFINISHED) or "commit" not in found:
         return False
-    named = found.get("commit")
-    if named is None or named == commit():
-        return named is not None
-    package = _package(commit())
-    return package is not None and _package(named) == package
+    return found["commit"] == commit() or _has_this_package(found["commit"], of_cpu=of_cpu)
 
 
 @cache
-def _package(named: str) -> str | None:
-    """What git calls the package's files at a commit; None: it has no such commit."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{named}:onestem"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else None
+def _has_this_package(named: str, *, of_cpu: bool) -> bool:
+    """Whether git knows a commit, and no file of the package differs."""
+    parts = ["onestem", "csrc"] if of_cpu else ["onestem", ":!onestem/ops/cpu"]
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", named, commit(), "--", *parts]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _run(command: Sequence[str], lines: IO[str], seconds: float) -> str | None:

@@ -91,28 +91,34 @@ def test_a_figure_of_this_commit_is_measured_once(lab, tmp_path, capsys) -> None
     assert (tmp_path / "out/paper/runs").read_text() == "xxx"
 
 
-def test_a_commit_with_the_same_package_will_do(lab, tmp_path, monkeypatch, capsys) -> None:
+def test_a_commit_with_the_same_package_will_do(tmp_path, monkeypatch) -> None:
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
         return subprocess.check_output([*command, *words], text=True).strip()
 
-    def commit_file(path: str, text: str) -> str:
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
+    def commit_file(path: str) -> str:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
         git("add", path)
         git("commit", "-qm", path)
         return git("rev-parse", "--short=12", "HEAD")
 
     git("init", "-q")
-    first = commit_file("onestem/a.py", "1")
-    page = commit_file("docs/a.md", "1")
-    other = commit_file("onestem/a.py", "2")
+    paths = ("onestem/a.py", "onestem/b.py", "csrc/a.h", "onestem/ops/cpu/a.py", "docs/a.md")
+    of_gpu, wide, *of_cpu, here = map(commit_file, paths)
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    monkeypatch.setattr(figures, "commit", lambda: page)
-    (tmp_path / "out/paper").mkdir(parents=True)
-    for named, outcome in ((first, "done"), (other, "failed"), ("nowhere", "failed")):
-        (tmp_path / "out/paper/one.json").write_text(json.dumps({"commit": named}))
-        assert lab(capsys, other)[1].startswith(f"paper/one: {outcome}")
+    monkeypatch.setattr(figures, "commit", lambda: here)
+    for named, on_gpu, on_cpu in (
+        (of_gpu, False, False),
+        (wide, True, False),
+        (of_cpu[0], True, False),
+        (of_cpu[1], True, True),
+        ("nowhere", False, False),
+    ):
+        out = tmp_path / "one.json"
+        out.write_text(json.dumps({"commit": named}))
+        assert figures.is_done(out, of_cpu=False) == on_gpu
+        assert figures.is_done(out) == on_cpu
 
 
 @pytest.mark.parametrize(
