@@ -107,7 +107,7 @@ PARTS = (
         "qwen3.5-9b",
         (WIDE_JOB, LONG_JOB),
         390,
-        f"--kv-memory 100GiB --peer-seconds 300 --peer-settings '{json.dumps(STATES)}'",
+        f"--kv-memory 100GiB --peer-seconds 360 --peer-settings '{json.dumps(STATES)}'",
     ),
     beside(
         "hybrid-moe",
