@@ -70,7 +70,7 @@ def main() -> None:
             for suffix, scheme in (("", "light"), ("-dark", "dark")):
                 features = [{"name": "prefers-color-scheme", "value": scheme}]
                 browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-                _size(browser, SITE_HEIGHT)
+                size(browser, SITE_HEIGHT)
                 browser.get((options.site / "index.html").resolve().as_uri())
                 save(browser, DOCS / f"site{suffix}.png")
                 show_report(browser, page)
@@ -119,27 +119,27 @@ def opened() -> Iterator[Any]:
 
 def show_report(browser: Any, page: Path) -> None:
     """The whole page, with the tree of the better order and a manual pointed at."""
-    _size(browser, SITE_HEIGHT)
+    size(browser, SITE_HEIGHT)
     browser.get(page.resolve().as_uri())
     browser.execute_script(
         "document.querySelector('[data-tree=reordered]').click();"
         "document.querySelector('#tree .block[aria-label*=\"manual 1 \" i]')"
         "?.dispatchEvent(new MouseEvent('mouseenter'))"
     )
-    _size(browser, browser.execute_script("return document.documentElement.scrollHeight"))
+    size(browser, browser.execute_script("return document.documentElement.scrollHeight"))
 
 
-def save(browser: Any, path: Path) -> None:
+def save(browser: Any, path: Path, colours: int = 48) -> None:
     from PIL import Image
 
     picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
     image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
-    image.quantize(48, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def _size(browser: Any, height: int) -> None:
-    size = {"width": 1040, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+def size(browser: Any, height: int, width: int = 1040) -> None:
+    found = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", found)
 
 
 if __name__ == "__main__":
