@@ -88,7 +88,8 @@ def _all_ones(_: Callable) -> Callable:
     """Of unsigned types too, for which numpy refuses a -1."""
 
     def made(self: Any, type: Any) -> Any:
-        ones = ~np.zeros(1, interpreter._get_np_dtype(type))
+        name = type.scalar.name
+        ones = ~np.zeros(1, bool if name == "int1" else name)
         return interpreter.TensorHandle(ones, type.scalar)
 
     return made
