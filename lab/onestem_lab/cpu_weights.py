@@ -52,7 +52,7 @@ from onestem.options import EngineOptions
 from onestem.request import Request, SamplingParams
 from onestem.shapes import find_shape
 from onestem_lab.attention.rates import Rates, measure_rates, reading_rate
-from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.results import RESULTS, bare, machine, write
 from onestem_lab.timing import least_seconds
 
 PEERS = {"int8": "q8_0", "int4": "q4_k_m"}
@@ -206,7 +206,7 @@ def main() -> None:
         + f"--threads {options.threads} --turns {options.turns} "
         f"--settings {options.settings}",
         "machine": machine(),
-        "extension": status().replace(f"{sys.prefix}/", ""),
+        "extension": bare(status()),
         "asked": asked(),
     }
     pairs = product(options.shapes.split(","), options.formats.split(","))

@@ -32,7 +32,7 @@ from onestem.models.gguf.blocks import pieces_of
 from onestem.models.gguf.file import BLOCKS, RawTensor, open_gguf
 from onestem.models.weights import load_decoder
 from onestem.ops.cpu import CpuCodes, status
-from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.results import RESULTS, bare, machine, write
 
 LEAST, MOST = 0.85, 1.15  # asked: of the repacking rate, and memory as part of the file
 
@@ -127,7 +127,7 @@ def main() -> None:
         result = {
             "command": f"python -m onestem_lab.gguf_loading MODEL.gguf --turns {options.turns}",
             "machine": machine(),
-            "extension": status(),
+            "extension": bare(status()),
             "asked": {"of the repacking rate": LEAST, "memory, of the file": MOST},
             "files": files,
         }

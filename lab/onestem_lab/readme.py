@@ -190,7 +190,7 @@ def _about_jobs(results: list[Result]) -> str:
     return f"""All results of `python -m onestem_lab.beside_vllm`: one {device}, random weights, \
 vLLM with its prefix cache, in its batch-invariant mode where bits are equal. One engine ran after \
 the other; our medians, vLLM's fastest runs,
-{" to ".join(days[:: max(1, len(days) - 1)])}.
+{" to ".join(dict.fromkeys((days[0], days[-1])))}.
 
 | job | model's shape | Onestem | vLLM {", ".join(versions)} | |
 |---|---|---|---|---|

@@ -26,6 +26,7 @@ __all__ = [
     "ROOT",
     "UNFINISHED",
     "UNKNOWN",
+    "bare",
     "commit",
     "commit_of",
     "device_name",
@@ -54,11 +55,16 @@ def write(path: Path, result: Mapping[str, Any] | list[Any]) -> None:
     if isinstance(result, Mapping):
         first = {}
         if "command" in result:
-            first["command"] = re.sub(r"(?<=[ =])/\S*/", "", result["command"])
+            first["command"] = bare(result["command"])
         own = {name: value for name, value in result.items() if name not in first}
         result = first | {"date": date.today().isoformat(), "commit": commit()} | own
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def bare(command: str) -> str:
+    """A command, or other text, without the folders of this machine."""
+    return re.sub(r"(?<=[ =])/\S*/", "", command)
 
 
 @cache

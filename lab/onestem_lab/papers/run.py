@@ -17,7 +17,7 @@ from onestem_lab.papers.bench import Bench
 from onestem_lab.papers.experiment import Cell, Experiment, Measure, Step, place
 from onestem_lab.papers.jobs import JobRuns, PlanSavings
 from onestem_lab.papers.memory import TokenMemories
-from onestem_lab.results import commit
+from onestem_lab.results import bare, commit
 
 __all__ = ["READ_WITHOUT_MODEL", "Progress", "run_experiment"]
 
@@ -76,7 +76,7 @@ def run_experiment(
         "unit": experiment.unit,
         "assumed": experiment.assumed,
         "machine": experiment.machine,
-        "command": command,
+        "command": bare(command),
         "commit": commit(),
         "date": date.today().isoformat(),
         "scale": bench.scale,

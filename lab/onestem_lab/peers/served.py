@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from onestem.ops.cpu import status
 from onestem_lab.load.server import free_port, onestem_command, serving
-from onestem_lab.results import RESULTS, machine, write
+from onestem_lab.results import RESULTS, bare, machine, write
 
 IDS = range(1_000, 30_000)  # none of them special
 CONTEXT = 8192
@@ -176,7 +176,7 @@ def main() -> None:
                 f"--work {options.work} --slots {options.slots} --dtype {options.dtype} "
                 f"--threads {options.threads} --turns {options.turns}",
                 "machine": machine(),
-                "extension": status(),
+                "extension": bare(status()),
                 "model": options.model.name,
                 "work": entries,
             }
