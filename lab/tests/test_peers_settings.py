@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
-from onestem_lab.peers.run import parse
+from onestem_lab.peers.run import interleaved, parse
 from onestem_lab.peers.settings import ENGINES, combined, default, sweep
 
 
@@ -67,3 +69,13 @@ def test_bad_options_are_refused_before_anything_runs(
         parse()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.0, 1), (60.0, 3)])
+def test_no_turn_begins_after_the_last(seconds: float, turns: int) -> None:
+    class Counted:
+        def run(self, engine: str, settings: dict[str, Any], turn: int) -> dict[str, Any]:
+            return {"turn": turn}
+
+    runs = interleaved(cast(Any, Counted()), {"onestem": {}, "vllm": {}}, 3, seconds)
+    assert [len(of) for of in runs.values()] == [turns, turns]

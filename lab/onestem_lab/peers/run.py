@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,13 @@ def parse() -> argparse.Namespace:
         "--stay", action="store_true", help="engines stay loaded together, so that turns are close"
     )
     parser.add_argument("--resume", action="store_true", help="keep the runs of a stopped command")
+    parser.add_argument(
+        "--last-turn",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="no turn begins later than so long after the first (default: all of --repeats)",
+    )
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="so many busy processes beside the runs"
     )
@@ -161,7 +170,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
         chosen = {engine: choice(engine, swept, name, options) for engine in engines}
         bench.load(chosen)
         with busy_cores(count=options.busy):
-            runs = interleaved(runs_of, chosen, options.repeats)
+            runs = interleaved(runs_of, chosen, options.repeats, options.last_turn)
         rates.append(bench.rates())
     return summary(
         name=name,
@@ -228,11 +237,15 @@ def choice(
 
 
 def interleaved(
-    runs_of: Turns, chosen: dict[str, dict[str, Any]], repeats: int
+    runs_of: Turns, chosen: dict[str, dict[str, Any]], repeats: int, seconds: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every engine in turn, the order reversed each time; one that failed is not tried again."""
+    """Every engine in turn, the order reversed each time; one that failed is not tried again. No
+    turn but the first begins later than `seconds` from now."""
+    last = time.monotonic() + seconds
     runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in chosen}
     for repeat in range(repeats):
+        if repeat and time.monotonic() > last:
+            break
         for engine in list(chosen)[:: 1 if repeat % 2 == 0 else -1]:
             if not any("error" in run for run in runs[engine]):
                 runs[engine].append(runs_of.run(engine, chosen[engine], repeat))
