@@ -18,7 +18,8 @@ constexpr int32_t kShare = 2;
 
 const LinearPath& path_for(const LinearKernels& kernels, const LinearCall& call, Dtype x) {
   const LinearWays& ways = kernels.of[x];
-  return call.rows <= ways.most_few ? ways.few : ways.many;
+  if (call.rows <= ways.most_few) return ways.few;
+  return call.rows <= ways.most_some ? ways.some : ways.many;
 }
 
 }  // namespace

@@ -288,7 +288,8 @@ struct ManyBytes {
 template <CodeKind KIND>
 void take_bytes(Kernels& kernels) {
   using Few = LinearGroups<KIND, FourDots>;
-  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost};
+  constexpr LinearPath many = path<ManyBytes>(ManyBytes::kRows);
+  constexpr LinearWays bytes = {path<Few>(1), many, many, Few::kMost, INT32_MAX};
   kernels.groups[KIND] = {{one_way<LinearGroups<KIND, PairDots>>(), bytes, bytes}};
 }
 

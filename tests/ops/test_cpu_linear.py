@@ -41,11 +41,19 @@ def _rows(rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _in_bytes(isa: Isa, dtype: torch.dtype) -> bool:
-    """Whether rows are rounded to 8 bits for weights of 4."""
-    return {"avx512_bf16": dtype.itemsize == 2, "amx_bf16": dtype == torch.float16}.get(
-        isa.name, False
-    )
+# With AMX more rows are multiplied as bfloat16.
+MOST_BYTES = 8
+
+
+def _widened(isa: Isa, dtype: torch.dtype, rows: int) -> bool:
+    """Whether weights in groups become bfloat16."""
+    return isa.name == "amx_bf16" and dtype == torch.bfloat16 and rows > MOST_BYTES
+
+
+def _in_bytes(isa: Isa, dtype: torch.dtype, rows: int) -> bool:
+    """Whether rows are rounded to 8 bits for weights in groups."""
+    some = isa.name in ("avx512_bf16", "amx_bf16") and dtype.itemsize == 2
+    return some and not _widened(isa, dtype, rows)
 
 
 @every_isa
@@ -144,9 +152,9 @@ def test_groups(isa: Isa, form: str, bits: int, out: int, size: int, group: int)
             magnitudes = meant.abs().amax() * 2 + 1e-6
             most = x.double().abs().amax(1, keepdim=True) * size * magnitudes * 2**-16
             most = most + exact.abs() * torch.finfo(dtype).eps
-            if dtype == torch.bfloat16 and isa.name == "amx_bf16":
+            if _widened(isa, dtype, rows):
                 most += (x.double().abs() @ meant.abs().t()) * 2**-8
-            elif _in_bytes(isa, dtype):
+            elif _in_bytes(isa, dtype, rows):
                 # Half a step of 127 to a group's maximum, which may be cut.
                 steps = x.double().abs().unflatten(1, (-1, group)).amax(2) / 127
                 most += steps.repeat_interleave(group, 1) / 2 @ meant.abs().t()
@@ -173,7 +181,7 @@ def test_numbers_are_kept_as_they_are() -> None:
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_depends_on_itself_alone(isa: Isa, dtype: torch.dtype) -> None:
-    """Bits are those of the row alone, but where many rows are multiplied as bfloat16."""
+    """Bits are those of the row alone, or of one of many that are multiplied as bfloat16."""
     generator = _generator(0)
     codes = torch.randint(-128, 128, (64, 256), generator=generator).to(torch.int8)
     weights = [CpuCodes.of8(codes, torch.rand(64) + 0.5)]
@@ -187,11 +195,14 @@ def test_a_row_depends_on_itself_alone(isa: Isa, dtype: torch.dtype) -> None:
     x = torch.randn(37, 256, generator=generator).to(dtype)
     for packed in weights:
         weight = isa.codes(packed)
-        whole = weight.product(x, None)
-        widened = dtype == torch.bfloat16 and isa.name == "amx_bf16" and packed.group > 0
-        for begin, end in ((0, 1), (20, 21), (36, 37), (3, 7), (8, 15), (2, 15), (5, 37)):
-            if end - begin > 2 or not widened:
-                assert torch.equal(weight.product(x[begin:end], None), whole[begin:end])
+        alone, whole = (
+            torch.cat([weight.product(row, None) for row in x[:, None]]),
+            weight.product(x, None),
+        )
+        for begin, end in ((0, 1), (36, 37), (3, 7), (8, 15), (3, 11), (2, 15), (5, 37)):
+            widened = packed.group > 0 and _widened(isa, dtype, end - begin)
+            want = whole if widened else alone
+            assert torch.equal(weight.product(x[begin:end], None), want[begin:end])
 
 
 @every_isa
