@@ -275,9 +275,10 @@ def is_done(out: Path, *, of_cpu: bool = True) -> bool:
 
 @cache
 def _has_this_package(named: str, *, of_cpu: bool) -> bool:
-    """Whether git knows a commit, and no file of the package differs."""
+    """Whether git knows a commit, and nothing of the package differs but its version."""
     parts = ["onestem", "csrc"] if of_cpu else ["onestem", ":!onestem/ops/cpu"]
-    command = ["git", "-C", str(ROOT), "diff", "--quiet", named, commit(), "--", *parts]
+    diff = ["git", "-C", str(ROOT), "diff", "--quiet", "-I^__version__ = "]
+    command = [*diff, named, commit(), "--", *parts]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 

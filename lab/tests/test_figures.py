@@ -96,16 +96,18 @@ def test_a_commit_with_the_same_package_will_do(tmp_path, monkeypatch) -> None:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
         return subprocess.check_output([*command, *words], text=True).strip()
 
-    def commit_file(path: str) -> str:
+    def commit_file(path: str, more: str = "") -> str:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(path)
+        (tmp_path / path).write_text(f"{path}\n{more}")
         git("add", path)
         git("commit", "-qm", path)
         return git("rev-parse", "--short=12", "HEAD")
 
     git("init", "-q")
-    paths = ("onestem/a.py", "onestem/b.py", "csrc/a.h", "onestem/ops/cpu/a.py", "docs/a.md")
-    of_gpu, wide, *of_cpu, here = map(commit_file, paths)
+    paths = ("onestem/a.py", "onestem/__init__.py", "csrc/a.h", "onestem/ops/cpu/a.py")
+    of_gpu, wide, *of_cpu = map(commit_file, paths)
+    commit_file("onestem/__init__.py", '__version__ = "1"\n')
+    here = commit_file("docs/a.md")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "commit", lambda: here)
     for named, on_gpu, on_cpu in (
