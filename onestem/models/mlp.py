@@ -35,8 +35,14 @@ class Mlp:
     def __call__(self, x: Rows, activation: Activation) -> Tensor:
         if activation.rounded is not None and self.down.rounds is not None:
             return self.down(activation.rounded(self.up(x), self.down.rounds))
-        pieces = [self.up.activated(piece, activation) for piece in self.up.pieces(x)]
-        return self.down(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        pieces = self.up.pieces(x)
+        if len(pieces) == 1:
+            return self.down(self.up.activated(x, activation))
+        # Each is copied while it is in a cache, and its memory taken by the next.
+        rows = pieces[0].new_empty(sum(map(len, pieces)), self.down.in_features)
+        for to, piece in zip(rows.split([*map(len, pieces)]), pieces, strict=True):
+            to.copy_(self.up.activated(piece, activation))
+        return self.down(rows)
 
     @property
     def linears(self) -> tuple[Projection, ...]:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from onestem.errors import ConfigError
 from onestem.models import linear
-from onestem.models.linear import Head, Layout, Linear, choose_layout
+from onestem.models.linear import Activation, Head, Layout, Linear, choose_layout
+from onestem.models.mlp import Mlp
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 3, 16, 65)
@@ -137,6 +138,14 @@ def test_results_that_are_used_up_at_once_stay_small(monkeypatch: pytest.MonkeyP
     assert [len(piece) for piece in layer.pieces(x)] == [256, 256, 88]
     assert torch.equal(torch.cat(layer.pieces(x)), x)
     assert len(layer.pieces(x[:599])) == 1
+
+    def gated(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=1)
+        return torch.sigmoid(gate) * up
+
+    down = Linear(torch.randn(32, 512), layout=Layout.PLAIN)
+    whole = torch.cat([gated(layer(piece)) for piece in layer.pieces(x)])
+    assert torch.equal(Mlp(layer, down)(x, Activation("silu", gated)), down(whole))
 
 
 def test_steps_are_longer_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
