@@ -99,7 +99,7 @@ Above: all {len(cases)} cases of `onestem_lab.peers` that ran on two cores with 
 random weights, in turns with vLLM's compiled
 CPU engine ({version}). Bars are medians of {min(turns)} to {max(turns)} turns. In parentheses are \
 the median ratio and those of single turns ({worst:.1f} to {best:.1f}).
-{_again()} {" and ".join(days)},
+{_again()} {", ".join(days)},
 `python -m onestem_lab.peers.run CASE --engines onestem,vllm --stay --suffix=-amx`; \
 [lab/notes/cpu.md](lab/notes/cpu.md#with-amx)."""
 
