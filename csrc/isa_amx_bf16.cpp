@@ -26,8 +26,7 @@ Kernels table() {
   Kernels kernels = avx512::table();
   fill<bf16, AmxProducts, AmxFewProducts>(kernels, kBfloat16,
                                           {0.06f, 0.035f, 0.06f, 0.004f, 3.0f, 0.1f});
-  constexpr LinearPath many = path<AmxChannels>(16);
-  constexpr LinearWays channels = {path<LinearChannels<ByteDots>>(1), many, many, 1, 1};
+  constexpr LinearWays channels = {path<LinearChannels<ByteDots>>(1), path<AmxChannels>(16), 1};
   kernels.channels = {{channels, channels, channels}};
   take_bytes(kernels);
   take_tiles<kFour>(kernels);

@@ -18,8 +18,7 @@ constexpr int32_t kShare = 2;
 
 const LinearPath& path_for(const LinearKernels& kernels, const LinearCall& call, Dtype x) {
   const LinearWays& ways = kernels.of[x];
-  if (call.rows <= ways.most_few) return ways.few;
-  return call.rows <= ways.most_some ? ways.some : ways.many;
+  return call.rows <= ways.most_few ? ways.few : ways.many;
 }
 
 }  // namespace

@@ -66,8 +66,8 @@ struct LinearPath {
 };
 
 struct LinearWays {
-  LinearPath few, some, many;
-  int32_t most_few, most_some;  // rows that they take
+  LinearPath few, many;
+  int32_t most_few;  // rows that `few` takes
 };
 
 // Of one kind of codes.

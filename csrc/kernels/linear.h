@@ -500,7 +500,7 @@ constexpr LinearPath path(int32_t panel) {
 // Of one way for all numbers of rows.
 template <class Way>
 constexpr LinearWays one_way() {
-  return {path<Way>(1), path<Way>(1), path<Way>(1), INT32_MAX, INT32_MAX};
+  return {path<Way>(1), path<Way>(1), INT32_MAX};
 }
 
 template <class Way>

@@ -407,15 +407,12 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
   }
 };
 
-// Rows whose products as bytes take less time than to widen a weight: 8 do, 12 do not.
-constexpr int32_t kMostBytes = 8;
-
-// Of bfloat16 rows.
+// Of bfloat16 rows, from which on a weight is widened in less time than their pairs are multiplied.
 template <CodeKind KIND>
 void take_tiles(Kernels& kernels) {
-  LinearWays& ways = kernels.groups[KIND].of[kBfloat16];
-  ways.many = path<AmxGroups<KIND>>(16);
-  ways.most_some = kMostBytes;
+  constexpr int32_t kMostPairs = 6;
+  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND, PairDots>>(1),
+                                        path<AmxGroups<KIND>>(16), kMostPairs};
 }
 
 }  // namespace onestem::ONESTEM_ISA

@@ -288,8 +288,7 @@ struct ManyBytes {
 template <CodeKind KIND>
 void take_bytes(Kernels& kernels) {
   using Few = LinearGroups<KIND, FourDots>;
-  constexpr LinearPath many = path<ManyBytes>(ManyBytes::kRows);
-  constexpr LinearWays bytes = {path<Few>(1), many, many, Few::kMost, INT32_MAX};
+  constexpr LinearWays bytes = {path<Few>(1), path<ManyBytes>(ManyBytes::kRows), Few::kMost};
   kernels.groups[KIND] = {{one_way<LinearGroups<KIND, PairDots>>(), bytes, bytes}};
 }
 

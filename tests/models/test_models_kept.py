@@ -20,7 +20,7 @@ from onestem.models.sizes import formats_of, weight_bytes
 from onestem.models.updates import checked_tensors
 from onestem.models.weights import load_decoder
 from onestem.needs import needs_of
-from onestem.ops.cpu import is_built
+from onestem.ops.cpu import chosen_isa, is_built
 from onestem.options import EngineOptions
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
 from tests.models.as_gguf import write_gguf
@@ -125,7 +125,8 @@ def test_answers_do_not_depend_on_sharing(files, kind):
     found.append(tokens(path, max_step_tokens=16, num_pages=64))
     for other in found[1:]:
         differ = sum(a != b for a, b in zip(found[0], other, strict=True))
-        assert differ <= rows_are_bytes()  # a near tie falls the other way more often
+        # A near tie falls the other way more often; with AMX few rows are not rounded as many are.
+        assert differ <= (3 if chosen_isa() == "amx_bf16" else rows_are_bytes())
 
 
 @pytest.mark.parametrize("family", [TIED, OWN_HEAD])

@@ -89,8 +89,9 @@ class CpuCodes:
 
     With a scale per channel (8 bits), each row of the input is rounded to int8 by its own maximum,
     and sums are exact. With groups it depends on the instruction set. AVX-512 with VNNI rounds
-    rows of 16 bits to int8 by the maximum of each group. So does AMX, but for more than 8 rows of
-    bfloat16, which meet the weight's values in bfloat16. All else keeps 16 bits.
+    rows of 16 bits to int8 by the maximum of each group, as AMX does those of float16. All else
+    keeps 16 bits, but more than 6 rows of bfloat16 with AMX, which meet the weight's values in
+    bfloat16.
 
     Attributes:
         codes: int32, `[out / 16][chunk][16 outputs][16]`; of groups `[..][16][16 outputs]`.
