@@ -407,12 +407,10 @@ struct AmxGroups : LinearAmx<AmxGroups<KIND>> {
   }
 };
 
-// Of bfloat16 rows, from which on a weight is widened in less time than their pairs are multiplied.
+// Of bfloat16 rows. To widen a weight takes as long as to multiply pairs of some six.
 template <CodeKind KIND>
 void take_tiles(Kernels& kernels) {
-  constexpr int32_t kMostPairs = 6;
-  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND, PairDots>>(1),
-                                        path<AmxGroups<KIND>>(16), kMostPairs};
+  kernels.groups[KIND].of[kBfloat16] = {path<LinearGroups<KIND, PairDots>>(1), path<AmxGroups<KIND>>(16), 6};
 }
 
 }  // namespace onestem::ONESTEM_ISA

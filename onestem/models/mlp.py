@@ -38,10 +38,9 @@ class Mlp:
         pieces = self.up.pieces(x)
         if len(pieces) == 1:
             return self.down(self.up.activated(x, activation))
-        # Each is copied while it is in a cache, and its memory taken by the next.
         rows = pieces[0].new_empty(sum(map(len, pieces)), self.down.in_features)
-        for to, piece in zip(rows.split([*map(len, pieces)]), pieces, strict=True):
-            to.copy_(self.up.activated(piece, activation))
+        for to, piece in zip(rows.split(len(pieces[0])), pieces, strict=True):
+            to.copy_(self.up.activated(piece, activation))  # while it is in a cache
         return self.down(rows)
 
     @property
