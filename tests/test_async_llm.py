@@ -26,13 +26,6 @@ SHORT = LONG.replace(max_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("async") / "before")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
-
-
-@pytest.fixture(scope="module")
 def other(model, tmp_path_factory):
     return changed_model(model, tmp_path_factory.mktemp("async") / "after")
 

@@ -26,19 +26,10 @@ from onestem.llm import LLM
 from onestem.models.config import ModelConfig
 from onestem.models.families import FAMILIES
 from onestem.ops.cpu import is_built
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import ENVIRONMENT, Command, onestem
 from tests.models.quantised import FORMATS, quantised
-from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 CPU = {**os.environ, **ENVIRONMENT}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("cli") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 def typed(*args, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -12,20 +12,11 @@ from onestem import LLM, AsyncLLM, SamplingParams
 from onestem.errors import RequestError
 from onestem.jobs import plan_file, run_file
 from onestem.options import EngineOptions
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
-from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "device": "cpu", "seed": 0}
 ONE = SamplingParams(max_tokens=1, temperature=0)
 CHAT = [{"role": "user", "content": "the fox"}]
 FIM = "<|start_header_id|>def f(x):\n<|end_header_id|>\n<|eot_id|>"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("control") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -26,18 +26,9 @@ from onestem.errors import ConfigError, RequestError
 from onestem.models.find import find_model
 from onestem.options import EngineOptions, Levels, parse_memory
 from tests.engine.harness import oracle_greedy, oracle_logprobs, shared_prompts
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "seed": 0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny model with a tokenizer and a chat template."""
-    path = make_tiny("llama", tmp_path_factory.mktemp("llm") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

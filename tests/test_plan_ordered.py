@@ -20,16 +20,7 @@ from onestem.jobs import plan_file, run_file
 from onestem.llm import LLM
 from onestem.options import EngineOptions, InputOptions
 from tests.batch.fakes import completion, write_lines
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import onestem
-from tests.models.tiny import VOCAB_SIZE, make_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("ordered") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture

@@ -13,21 +13,13 @@ from onestem.errors import OnestemError, RequestError
 from onestem.rawtext import RawText
 from onestem.scores import ScoreTree, completion_tree, encode_pairs, rolling_windows
 from tests.engine.harness import oracle_logprobs
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
-from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.models.tiny import VOCAB_SIZE
 
 OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "device": "cpu", "seed": 0}
 OPTIONS_OF_ONE = ("A", "B", "C", "D")
 # Of float32: sums of a row differ in their last bits with its batch.
 SAME = {"rtol": 1e-6, "atol": 1e-5}
 SHARES = ("full", "storage", "off")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("scores") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

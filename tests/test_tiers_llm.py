@@ -10,21 +10,12 @@ import pytest
 from onestem import LLM, SamplingParams
 from tests.engine.harness import TOLERANCE
 from tests.engine.test_tiers import few_tokens, long_prompts
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
 from tests.forked import onestem
-from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 __all__ = ["few_tokens"]
 OPTIONS = {"dtype": "float32", "seed": 0}
 FEW = 24 * 16  # tokens that KV memory holds
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("tiers") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,8 @@ class Builder:
         model = self.tensors.model
         embedding = self.table(model[Role.EMBEDDING])
         layers = [self.layer(index) for index in range(self.config.num_layers)]
-        head = self.output_head(embedding)
+        products = [one for layer in layers for one in layer.linears]
+        head = self.output_head(embedding, plain=not any(one.amx for one in products))
         if self.kept:
             log.warning(
                 "%s does not take the widths of %d modules (%s): they stay as they are",
@@ -119,21 +120,22 @@ class Builder:
             return weight
         return None
 
-    def output_head(self, embedding: Tensor | PackedTable) -> Head:
+    def output_head(self, embedding: Tensor | PackedTable, *, plain: bool) -> Head:
         """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded
-        where `rounds_head` says so."""
+        where `rounds_head` says so. `plain`: no product of layers is one of oneDNN with AMX."""
         model, layout = self.tensors.model, self.target.layout
+        others = Layout.PLAIN if plain and self.config.experts is None else layout  # and routers
         bias = self.optional(model, Role.HEAD_BIAS)
         if Role.HEAD in model:
             own = self.packed(model[Role.HEAD])
             if own is not None:
-                return PackedHead(packed_groups(own), layout, bias)
+                return PackedHead(packed_groups(own), others, bias)
         elif isinstance(embedding, PackedTable):
-            return PackedHead(embedding.packed, layout, bias)
+            return PackedHead(embedding.packed, others, bias)
         weight = self.source(self.tensors.head) if Role.HEAD in model else embedding
         assert isinstance(weight, Tensor)
         if rounds_head(self.config, self.quantization, self.target):
-            return rounded_head(weight, layout, bias)
+            return rounded_head(weight, others, bias)
         head = Head(weight, layout, bias, deterministic=self.target.deterministic)
         self.places.append(ProductPlace(head, (self.tensors.head,)))
         return head

@@ -5,8 +5,8 @@
   wins, and a packed float32 copy for more. Products and sums are float32, rounded once at the end,
   as by hardware with 16-bit products.
 * 16 bits on a CPU with AMX: packed. oneDNN makes a new product for each number of rows, so steps
-  are padded to a few numbers (`padded_rows`). It distributes narrow weights badly over threads, so
-  these are multiplied in pieces.
+  that have such products are padded to a few numbers (`padded_rows`). It distributes narrow weights
+  badly over threads, so these are multiplied in pieces.
 * Elsewhere: plain.
 
 `lab/notes/cpu.md` has the measurements that these rules follow from.
@@ -177,6 +177,7 @@ class Projection(ABC):
         scratch_bytes: memory that a product takes on a device beside its result.
         rounds: 8-bit dtype that it rounds its rows to, each by itself; it also takes rows in that
             dtype. None: it takes rows as they are.
+        amx: oneDNN multiplies with AMX, and makes a product for each number of rows.
     """
 
     out_features: int
@@ -184,6 +185,7 @@ class Projection(ABC):
     kind: str
     scratch_bytes: int = 0
     rounds: torch.dtype | None = None
+    amx: bool = False
 
     @abstractmethod
     def __call__(self, x: Any) -> Tensor:

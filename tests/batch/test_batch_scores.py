@@ -11,18 +11,10 @@ from onestem import LLM, Score
 from onestem.batch import JobInterrupted
 from onestem.jobs import run_file
 from tests.batch.fakes import completion, results, run_fake, write_lines
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
-from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.models.tiny import VOCAB_SIZE
 from tests.test_scores import OPTIONS, SAME, exam
 
 TEXTS = ["A header of all.\nFirst.", "A header of all.\nSecond, which is longer."]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("scores") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onestem.errors import WeightsError
-from onestem.models import weights
+from onestem.models import linear, weights
 from onestem.models.config import ModelConfig
 from onestem.models.decoder import Decoder
 from onestem.models.format_errors import format_errors
@@ -96,6 +96,16 @@ def test_a_tied_head_has_the_codes_of_the_table(files):
     assert decoder.head.codes is decoder.embedding.packed
     apart = loaded(files("mixed", OWN_HEAD))
     assert apart.head.codes is not apart.embedding.packed
+
+
+def test_steps_are_padded_for_products_by_amx_alone(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "_has_amx", lambda: True)
+    path = files("Q8_0")
+    source = path.with_name(f"{path.stem}-source")
+    kinds = {"attn_v": "F16"}
+    half = write_gguf(source, tmp_path / "half", kind=lambda name: kinds.get(name[6:12], "Q8_0"))
+    whole = load_decoder(path, dtype=HALF, device=CPU, quantization="int8")
+    assert [one.padded_rows(5) for one in (loaded(path), whole, loaded(half))] == [5, 5, 8]
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -148,26 +148,19 @@ def test_results_that_are_used_up_at_once_stay_small(monkeypatch: pytest.MonkeyP
     assert torch.equal(Mlp(layer, down)(x, Activation("silu", gated)), down(whole))
 
 
-def test_steps_are_longer_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = linear.step_rows
-    monkeypatch.setattr(linear, "_has_amx", lambda: True)
-    assert rows(Layout.PACKED, torch.bfloat16) == 2048
-    assert rows(Layout.PACKED, torch.float32) == rows(Layout.PLAIN, torch.bfloat16) == 1024
-    monkeypatch.setattr(linear, "_has_amx", lambda: False)
-    assert rows(Layout.PACKED, torch.bfloat16) == 1024
-
-
-def test_rows_are_padded_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_padded_and_longer_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     def padded(*rows: int) -> list[int]:
         return [linear.padded_rows(n, Layout.PACKED, torch.bfloat16) for n in rows]
 
+    others = (Layout.PACKED, torch.float32), (Layout.PLAIN, torch.bfloat16)
     monkeypatch.setattr(linear, "_has_amx", lambda: True)
     assert padded(0, 1, 2, 3, 9, 16, 17, 64, 65, 256) == [0, 1, 2, 4, 16, 16, 48, 64, 80, 256]
     assert padded(257, 288, 512, 513, 1024, 1025) == [288, 288, 512, 576, 1024, 1088]
-    assert linear.padded_rows(9, Layout.PACKED, torch.float32) == 9
-    assert linear.padded_rows(9, Layout.PLAIN, torch.bfloat16) == 9
+    assert linear.step_rows(Layout.PACKED, torch.bfloat16) == 2048
+    assert {(linear.padded_rows(9, *one), linear.step_rows(*one)) for one in others} == {(9, 1024)}
     monkeypatch.setattr(linear, "_has_amx", lambda: False)
     assert padded(1, 3, 257) == [1, 3, 257]
+    assert linear.step_rows(Layout.PACKED, torch.bfloat16) == 1024
 
 
 def test_layouts_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:

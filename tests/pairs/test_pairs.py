@@ -16,8 +16,6 @@ from onestem.errors import RequestError
 from onestem.jobs import run_file
 from onestem.request import Request
 from tests.engine.harness import assert_idle
-from tests.engine.tiny_tokenizers import make_byte_level_tokenizer
-from tests.models.tiny import VOCAB_SIZE, make_tiny
 from tests.pairs.options import PAIRS, merged
 from tests.server.harness import running
 
@@ -35,13 +33,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "group_only": {"group": 0, "group_prefix_tokens": 6, "group_only": True},
     "lone": {"group_only": True},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("pairs") / "llama")
-    make_byte_level_tokenizer(path, vocab_size=VOCAB_SIZE)
-    return path
 
 
 @pytest.fixture(scope="module")

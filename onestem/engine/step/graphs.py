@@ -37,7 +37,6 @@ from onestem.ops.kv import page_parts
 from onestem.ops.state_rows import FEW_ROWS
 from onestem.ops.triton import Kernels, States, Workspace
 from onestem.ops.work import ListTooLong
-from onestem.options import ShareMode
 
 # Rows that graphs are made for; a larger step is launched kernel by kernel.
 BATCH_SIZES = GRAPH_ROWS
@@ -111,23 +110,9 @@ class GraphRunner(Runner):
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        impl: AttentionImpl,
-        *,
-        num_pages: int,
-        page_size: int,
-        share: ShareMode,
-        num_states: int = 0,
+        self, decoder: Decoder, impl: AttentionImpl, *, num_pages: int, page_size: int, **more: Any
     ) -> None:
-        super().__init__(
-            decoder,
-            impl,
-            num_pages=num_pages,
-            page_size=page_size,
-            share=share,
-            num_states=num_states,
-        )
+        super().__init__(decoder, impl, num_pages=num_pages, page_size=page_size, **more)
         self.depth = 2
         self._sizes = np.array(BATCH_SIZES)
         words = GraphShape(BATCH_SIZES[-1], wide=False, queries=MOST_QUERIES).words

@@ -38,6 +38,7 @@ from onestem.models.formats.held import (
     rounded_weight,
 )
 from onestem.models.linear import (
+    MAPPED_BYTES,
     Activation,
     Layout,
     Linear,
@@ -333,6 +334,11 @@ class CpuProduct(_Quantized):
         x = x if self.order is None else x[:, self.order]
         return self.packed.product(x, self.bias, out)
 
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See `Projection`: as few as glibc would not map again for each result."""
+        number = -(-len(x) * self.out_features * x.itemsize // MAPPED_BYTES) or 1
+        return x.split(-(-len(x) // number))
+
 
 class CpuPart(_Quantized):
     """8 bits per channel on a CPU, where each rank has some of the inputs.
@@ -383,6 +389,7 @@ class _Parts(Projection):
         self.in_features = products[0].in_features
         self.out_features = sum(product.out_features for product in products)
         self.scratch_bytes = max(product.scratch_bytes for product in products)
+        self.amx = any(product.amx for product in products)
         self.kind = "; ".join(dict.fromkeys(product.kind for product in products))
 
     def __call__(self, x: Tensor) -> Tensor:
