@@ -48,8 +48,8 @@ struct LinearCall {
   PackedCodes weight;
   const float* bias;  // [out], or null
   const void* x;      // [rows, in], one behind the other
-  void* y;            // [rows, out]
-  int64_t rows;
+  void* y;            // [rows, out], rows `y_stride` apart
+  int64_t y_stride, rows;
   int32_t in, out;
   char* packed;  // panels of rows as `LinearPath::pack` writes them
 };

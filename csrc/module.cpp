@@ -276,10 +276,10 @@ GroupNumbers numbers_of(const Numbers& of) {
 }
 
 void multiply_codes(const std::string& isa, std::array<int, 2> dtypes, uintptr_t x, uintptr_t y,
-                    int64_t rows, int32_t in, int32_t out, uintptr_t codes, const Numbers& scales,
-                    const Numbers& minimums, uintptr_t zeros, int32_t zero, uintptr_t table,
-                    uintptr_t bias, int32_t bits, int32_t group, int32_t pairs, int32_t chunks,
-                    int32_t threads) {
+                    int64_t y_stride, int64_t rows, int32_t in, int32_t out, uintptr_t codes,
+                    const Numbers& scales, const Numbers& minimums, uintptr_t zeros, int32_t zero,
+                    uintptr_t table, uintptr_t bias, int32_t bits, int32_t group, int32_t pairs,
+                    int32_t chunks, int32_t threads) {
   const int32_t depth = chunks * (kCodeBytes * 8 / bits);
   const PackedCodes weight{pointer<uint8_t>(codes),
                            numbers_of(scales),
@@ -293,8 +293,8 @@ void multiply_codes(const std::string& isa, std::array<int, 2> dtypes, uintptr_t
                            chunks,
                            depth,
                            group == 0 ? 1 : depth / group};
-  const LinearCall call{weight, pointer<float>(bias), pointer<void>(x), pointer<void>(y), rows, in,
-                        out,    nullptr};
+  const LinearCall call{weight, pointer<float>(bias), pointer<void>(x), pointer<void>(y), y_stride,
+                        rows,   in,                   out,              nullptr};
   const Kernels* kernels = &kernels_of(isa);
   Program::perform([=] {
     multiply(*kernels, call, static_cast<Dtype>(dtypes[0]), static_cast<Dtype>(dtypes[1]), threads);

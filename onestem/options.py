@@ -188,7 +188,7 @@ class EngineOptions(Options):
 
     max_step_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of a step, prompts' and one of each sequence that decodes (default: 1024 on a
-    CPU, 2048 with AMX, 8192 on a GPU)."""
+    CPU, 2048 with AMX and weights of 16 bits, 8192 on a GPU)."""
 
     max_step_ms: float | None = Field(default=None, ge=0)
     """About what a step may take, in milliseconds, while it computes prompts; 0: no limit (default:

@@ -149,7 +149,7 @@ inline void store_outputs(const LinearCall& call, int64_t row, int32_t out, vf v
   const vf by = scaled ? get(scales + out, n) : zeros();
   if (scaled) value = apart(value * by);
   if (call.bias != nullptr) value = value + get(call.bias + out, n);
-  put(static_cast<T*>(call.y) + row * call.out + out, value, n);
+  put(static_cast<T*>(call.y) + row * call.y_stride + out, value, n);
 }
 
 template <class T>

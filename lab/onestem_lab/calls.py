@@ -38,8 +38,11 @@ TREES = {
     "tree 1,8,256": ((1, 8, 256), (512, 256, 32)),
     "one": ((1,), (1024,)),
     "64 apart": ((64,), (200,)),
+    "3 apart": ((3,), (100,)),
+    "5 apart": ((5,), (100,)),
 }
-MODES = ("sampled", "logprobs", "odd neighbour")  # besides greedy, of the first two trees
+MODES = ("sampled", "logprobs", "odd neighbour")  # besides greedy
+IN_ALL_MODES = ("256 behind 2048", "64 behind 1024", "5 apart")
 
 
 def main() -> None:
@@ -48,9 +51,9 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     found: dict[str, dict[str, list[float]]] = {}
-    child = ["--child", "--device", options.device, "--shape", options.shape]
-    child += ["--tokens", str(options.tokens), "--scale", str(options.scale)]
-    child += ["--repeats", str(options.repeats), "--only", options.only]
+    child = ["--child", "--device", options.device, "--shape", options.shape, "--only"]
+    child += [options.only, "--tokens", str(options.tokens), "--scale", str(options.scale)]
+    child += ["--repeats", str(options.repeats), "--form", options.form]
     with busy_cores() if options.busy else nullcontext():
         for side, told in in_turns("onestem_lab.calls", child, options.against, options.turns):
             for name, rates in told.items():
@@ -77,7 +80,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="llama3.1-8b")
+    parser.add_argument("--shape", default="llama3.1-8b", help="or a GGUF file")
+    parser.add_argument("--form", default="", help="of weights: int8, int4")
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the rows of each tree")
     parser.add_argument("--repeats", type=int, default=4, help="calls of each kind that count")
@@ -92,7 +96,8 @@ def _options() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per second of each call, by kind."""
-    llm = LLM(f"shape:{options.shape}", device=options.device, dtype="bfloat16")
+    model = options.shape if Path(options.shape).exists() else f"shape:{options.shape}"
+    llm = LLM(model, device=options.device, dtype="bfloat16", quantization=options.form or None)
     random = np.random.default_rng(0)
     rates = {}
     for name, prompts, params in kinds(random, llm.config.vocab_size, options):
@@ -113,7 +118,7 @@ def kinds(
 ) -> list[tuple[str, list[list[int]], list[SamplingParams]]]:
     """Name, prompts and parameters of each kind of call."""
     found = []
-    for number, (name, (counts, lengths)) in enumerate(TREES.items()):
+    for name, (counts, lengths) in TREES.items():
         prompts: list[list[int]] = [[]]
         for count, length in zip(counts, lengths, strict=True):
             each = max(1, round(count * options.scale)) // len(prompts) or 1
@@ -122,7 +127,7 @@ def kinds(
                 for prompt in prompts
                 for _ in range(each)
             ]
-        for mode in ("greedy", *(MODES if number < 2 else ())):
+        for mode in ("greedy", *(MODES if name in IN_ALL_MODES else ())):
             found.append((f"{name} {mode}", prompts, params_of(mode, len(prompts), options.tokens)))
     return found
 

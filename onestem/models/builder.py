@@ -19,7 +19,7 @@ from onestem.models.description import DeltaRule
 from onestem.models.formats.experts import ExpertWeights, of_mxfp4
 from onestem.models.formats.gpu_experts import gpu_experts
 from onestem.models.formats.held import Groups, Pieces, Weight, rounded_weight
-from onestem.models.formats.products import Target, packed_groups, projection
+from onestem.models.formats.products import Target, all_take, packed_groups, projection
 from onestem.models.formats.tables import PackedHead, PackedTable, rounded_head
 from onestem.models.linear import Activation, Head, Layout, Linear, Projection
 from onestem.models.mlp import (
@@ -82,8 +82,10 @@ class Builder:
         model = self.tensors.model
         embedding = self.table(model[Role.EMBEDDING])
         layers = [self.layer(index) for index in range(self.config.num_layers)]
+        vectors = self.token_vectors()
         products = [one for layer in layers for one in layer.linears]
-        head = self.output_head(embedding, plain=not any(one.amx for one in products))
+        products += [] if vectors is None else [vectors.projection]
+        head = self.output_head(embedding, amx=any(one.amx for one in products))
         if self.kept:
             log.warning(
                 "%s does not take the widths of %d modules (%s): they stay as they are",
@@ -99,7 +101,7 @@ class Builder:
             head,
             self.tensors.num_parameters,
             positions=self.optional(model, Role.POSITIONS),
-            vectors=self.token_vectors(),
+            vectors=vectors,
             places=self.places,
             ranks=self.ranks,
             quantised=self.quantised,
@@ -120,15 +122,16 @@ class Builder:
             return weight
         return None
 
-    def output_head(self, embedding: Tensor | PackedTable, *, plain: bool) -> Head:
+    def output_head(self, embedding: Tensor | PackedTable, *, amx: bool) -> Head:
         """The head, of its own weight or of the embedding `[vocab_size, hidden_size]`; rounded
-        where `rounds_head` says so. `plain`: no product of layers is one of oneDNN with AMX."""
+        where `rounds_head` says so. `amx`: of some product of this rank's (see `Projection`)."""
         model, layout = self.tensors.model, self.target.layout
-        others = Layout.PLAIN if plain and self.config.experts is None else layout  # and routers
+        ours = layout is Layout.PACKED and self.config.experts is None  # routers are not rounded
+        ours = ours and all_take(not amx, self.ranks, self.target.device)
+        others = Layout.PLAIN if ours else layout
         bias = self.optional(model, Role.HEAD_BIAS)
         if Role.HEAD in model:
-            own = self.packed(model[Role.HEAD])
-            if own is not None:
+            if (own := self.packed(model[Role.HEAD])) is not None:
                 return PackedHead(packed_groups(own), others, bias)
         elif isinstance(embedding, PackedTable):
             return PackedHead(embedding.packed, others, bias)

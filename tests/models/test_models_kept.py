@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onestem.engine.step import cpu
 from onestem.errors import WeightsError
 from onestem.models import linear, weights
 from onestem.models.config import ModelConfig
@@ -23,6 +24,7 @@ from onestem.needs import needs_of
 from onestem.ops.cpu import chosen_isa, is_built
 from onestem.options import EngineOptions
 from tests.engine.harness import answer, make_engine, requests_for, shared_prompts
+from tests.engine.test_recorded import answers, open_llm
 from tests.models.as_gguf import write_gguf
 from tests.models.dense import log_probabilities, most_off, prompt, rows_are_bytes
 from tests.models.tiny import make_tiny
@@ -139,6 +141,18 @@ def test_answers_do_not_depend_on_sharing(files, kind):
         assert differ <= (3 if chosen_isa() == "amx_bf16" else rows_are_bytes())
 
 
+def test_steps_of_mixed_formats_are_recorded(files, monkeypatch):
+    found = []
+    for most in (4, 0):
+        monkeypatch.setattr(cpu, "MOST_ROWS", most)
+        with open_llm(files("mixed"), dtype="bfloat16") as llm:
+            found.append(answers(llm, 0, requests=4))
+            recorded = llm.engine.launcher.runner.recorded
+            assert len({rows for rows, _ in recorded}) == most
+            assert None not in recorded.values()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", [TIED, OWN_HEAD])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "mixed"])
 def test_ranks_have_parts_of_blocks(files, kind, family):
@@ -151,6 +165,14 @@ def test_ranks_have_parts_of_blocks(files, kind, family):
     expected = logits_of(whole)
     for logits in found:
         assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_ranks_agree_on_padding(tmp_path, monkeypatch):
+    """Where groups of 32 divide unevenly, and 16 columns of one rank stay in 16 bits."""
+    monkeypatch.setattr(linear, "_has_amx", lambda: True)
+    path = make_tiny("llama_head_dim", tmp_path)
+    decoders, _ = together(path, 4, dtype=HALF, quantization="int4")
+    assert len({one.padded_rows(3) for one in decoders}) == 1
 
 
 def test_another_format_that_is_asked_for_is_made_of_the_numbers(files):

@@ -233,6 +233,18 @@ def test_a_scale_that_is_no_number_stays_in_its_outputs(isa: Isa) -> None:
             assert y[:, [*range(7), *range(8, 32)]].isfinite().all()
 
 
+@every_isa
+def test_results_are_written_among_others(isa: Isa) -> None:
+    codes = torch.randint(0, 16, (40, 128), generator=_generator(3)).to(torch.uint8)
+    weight = isa.codes(CpuCodes.of_groups(codes, torch.ones(40, 4), 32, bits=8))
+    for rows in (1, 3, 20):
+        x, wide = _rows(rows, 128, torch.bfloat16), torch.full((rows, 100), 3.0)
+        weight.product(x, None, wide[:, 20:60])
+        expected = weight.product(x, None, torch.empty(rows, 40))
+        assert torch.equal(wide[:, 20:60], expected)
+        assert (wide[:, [*range(20), *range(60, 100)]] == 3).all()
+
+
 def test_other_rows_are_refused() -> None:
     weight = CpuCodes.of8(torch.ones(32, 64, dtype=torch.int8), torch.ones(32))
     for x in (torch.ones(2, 63), torch.ones(2, 64, dtype=torch.float64), torch.ones(64)):

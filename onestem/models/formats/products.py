@@ -125,9 +125,9 @@ def _product(
     weight: Weight, bias: Tensor | None, target: Target, ranks: Ranks = ALONE
 ) -> Projection:
     if isinstance(weight, Channels):
-        if _all_take(GpuChannels.takes(weight, target), ranks, target.device):
+        if all_take(GpuChannels.takes(weight, target), ranks, target.device):
             return GpuChannels(weight, bias, target)
-        if _all_take(CpuProduct.takes(weight, target), ranks, target.device):
+        if all_take(CpuProduct.takes(weight, target), ranks, target.device):
             if ranks.size == 1:
                 return CpuProduct(weight, bias, target)
             return CpuPart(weight, bias, target, ranks)
@@ -148,8 +148,8 @@ def _product(
     return made
 
 
-def _all_take(here: bool, ranks: Ranks, device: torch.device) -> bool:
-    """Whether every rank's part is taken: what one does not round is rounded by none."""
+def all_take(here: bool, ranks: Ranks, device: torch.device) -> bool:
+    """Whether every rank's part is: what one does not round is rounded by none."""
     if ranks.size == 1:
         return here
     return bool(ranks.gather(torch.tensor([[float(here)]], device=device)).all())
@@ -336,8 +336,8 @@ class CpuProduct(_Quantized):
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """See `Projection`: as few as glibc would not map again for each result."""
-        number = -(-len(x) * self.out_features * x.itemsize // MAPPED_BYTES) or 1
-        return x.split(-(-len(x) // number))
+        fit = MAPPED_BYTES // (self.out_features * x.itemsize) or 1
+        return (x,) if len(x) <= fit else x.split(-(-len(x) // -(-len(x) // fit)))
 
 
 class CpuPart(_Quantized):
@@ -369,8 +369,8 @@ class CpuPart(_Quantized):
 class _Parts(Projection):
     """Projections of the same input whose formats differ, one product each.
 
-    Those of a CPU add the bias before they round, and write one row where it belongs: such steps
-    can be recorded (`onestem.ops.cpu.recorded`).
+    Those of a CPU add the bias before they round, and write rows where they belong: such steps can
+    be recorded (`onestem.ops.cpu.recorded`).
     """
 
     def __init__(
@@ -393,8 +393,8 @@ class _Parts(Projection):
         self.kind = "; ".join(dict.fromkeys(product.kind for product in products))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.own and len(x) == 1:
-            y = x.new_empty(1, self.out_features)
+        if self.own:
+            y = x.new_empty(len(x), self.out_features)
             for product, (first, end) in zip(self.own, self.spans, strict=True):
                 product(x, y[:, first:end])
             return y

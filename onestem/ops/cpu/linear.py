@@ -231,7 +231,7 @@ class CpuCodes:
 
         Args:
             bias: float32 `[out]`.
-            out: tensor for the result, in any of `DTYPES`; default: a new one of x's dtype.
+            out: for the result, in any of `DTYPES`, rows at any distance; default: of x's dtype.
         """
         x = x.contiguous()
         here = x.is_cpu and x.dtype in DTYPES
@@ -243,18 +243,19 @@ class CpuCodes:
         rows, chunks = x.shape[0], self.codes.shape
         y = x.new_empty(rows, self.out_features) if out is None else out
         if out is not None and (
-            not (out.is_cpu and out.is_contiguous() and out.dtype in DTYPES)
+            not (out.is_cpu and out.dim() == 2 and out.stride(1) == 1 and out.dtype in DTYPES)
             or out.shape != (rows, self.out_features)
         ):
             raise ConfigError(
                 f"got out {out.dtype} {list(out.shape)} on {out.device}, expected "
-                f"[{rows}, {self.out_features}], contiguous, on the CPU"
+                f"[{rows}, {self.out_features}], contiguous rows, on the CPU"
             )
         native().multiply_codes(
             checked_isa(self.isa),
             (DTYPES[x.dtype], DTYPES[y.dtype]),
             x.data_ptr(),
             y.data_ptr(),
+            y.stride(0),
             rows,
             self.in_features,
             self.out_features,
