@@ -14,7 +14,7 @@ from onestem.ops import Angles
 from onestem.ops.cpu.recorded import Recorded
 
 # With more, Python takes a small part of a step, and what is kept of all layers much memory.
-MOST_ROWS = 4
+MOST_ROWS = 8
 NEW = object()
 
 
